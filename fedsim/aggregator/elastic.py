@@ -1,0 +1,87 @@
+"""Elastic aggregation: damp the updates of sensitive parameters, boost the others.
+
+Chen et al., "Elastic Aggregation for Federated Optimization". On the client, at the broadcast theta and without labels,
+for each batch x of B_k (Eq. 5, Algorithm 1):
+
+    g = grad ||F(theta; x)||_2^2 ,   Omega_k <- mu Omega_k + (1 - mu) |g|        Omega_k starts at 0 in every round
+
+(`average`, supplement Eq. 1: Omega_k = mean over the batches of |g|). On the server (Eq. 6, 7):
+
+    Omega = sum_k w_k Omega_k ,   zeta = 1 + tau - Omega / max_layer(Omega) ,   direction = zeta * sum_k w_k delta_k
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedsim import check
+from fedsim.aggregator.fedavg import FedAvg
+from fedsim.cohort import Cohort
+from fedsim.task import Task
+from fedsim.types import Direction, Model, Probe, State, Tree
+
+
+@dataclass(frozen=True)
+class Elastic(FedAvg):
+    tau: float
+    mu: float
+    sensitivity: str
+    layer: str
+    batch_norm: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.number("tau", self.tau, ge=0, le=1)
+        check.number("mu", self.mu, ge=0, lt=1)
+        check.choice("sensitivity", self.sensitivity, ("momentum", "average"))
+        check.choice("layer", self.layer, ("tensor", "module"))
+        check.choice("batch_norm", self.batch_norm, ("eval", "train"))
+
+    @property
+    def uploads(self) -> int:
+        return 2  # the model and its sensitivities
+
+    @property
+    def probe(self) -> Probe:
+        return self.measure
+
+    def measure(self, task: Task, model: Model, batches: Iterator[Tensor]) -> Tree:
+        """Omega_k, one value for each scalar parameter."""
+        omega, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
+        for x in batches:
+            g = task.output_norm_gradient(model, x, train=self.batch_norm == "train")
+            if self.sensitivity == "momentum":
+                omega = {n: self.mu * o + (1 - self.mu) * g[n].abs() for n, o in omega.items()}
+            else:
+                omega = {n: o + g[n].abs() for n, o in omega.items()}
+            count += 1
+        if self.sensitivity == "average" and count > 1:
+            omega = {n: o / count for n, o in omega.items()}
+        return omega
+
+    def direction(self, cohort: Cohort, state: State) -> Direction:
+        zeta = self.zeta(cast(Tree, cohort.measured))
+        count = sum(z.numel() for z in zeta.values())
+        return Direction(
+            {n: z * cohort.delta[n] for n, z in zeta.items()},
+            metrics={
+                "elastic/boosted_fraction": torch.stack([(z > 1).sum() for z in zeta.values()]).sum() / count,
+                "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / count,
+            },
+            layers={"boosted_fraction": torch.stack([(z > 1).float().mean() for z in zeta.values()])},
+        )
+
+    def zeta(self, omega: Tree) -> Tree:
+        """Eq. 7, layer by layer. A layer with no sensitive parameter at all (maximum 0) has ratio 0: zeta = 1 + tau."""
+        largest: Tree = {}
+        for name, o in omega.items():
+            layer = self._layer_of(name)
+            largest[layer] = torch.maximum(largest[layer], o.max()) if layer in largest else o.max()
+        tiny = torch.finfo(torch.float32).tiny
+        return {n: 1 + self.tau - o / largest[self._layer_of(n)].clamp_min(tiny) for n, o in omega.items()}
+
+    def _layer_of(self, name: str) -> str:
+        return name if self.layer == "tensor" else name.rpartition(".")[0]

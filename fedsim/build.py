@@ -1,0 +1,112 @@
+"""From config values to objects: the only place that instantiates, and that knows which key an object came from."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+
+from fedsim import check, rng
+from fedsim.data import FederatedData
+from fedsim.logger.base import Logger
+from fedsim.runner import Evaluate, Experiment
+from fedsim.task import Task
+
+
+def device(name: object) -> torch.device:
+    """auto | cpu | cuda | cuda:N | mps."""
+    text = str(name)
+    kind, _, index = text.partition(":")
+    if text == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return torch.device(kind)
+    if kind not in ("cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdigit())):
+        raise check.BadValue("device", name, "must be auto, cpu, cuda, cuda:N or mps")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise check.BadValue("device", name, "no CUDA device is available here; use device=cpu or device=auto")
+    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
+        raise check.BadValue("device", name, f"must be below cuda:{torch.cuda.device_count()}")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise check.BadValue("device", name, "no MPS device is available here; use device=cpu or device=auto")
+    return torch.device(text)
+
+
+def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
+    """Build everything, cheap and easily refused parts first."""
+    check.integer("rounds", config["rounds"], ge=1)
+    check.integer("seed", config["seed"], ge=0)
+    check.integer("checkpoint.every", config["checkpoint"]["every"], ge=1)
+    check.boolean("overwrite", config["overwrite"])
+    client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
+    schedule, engine = group(config, "schedule"), group(config, "engine")
+    aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
+    partition, participation = group(config, "partition"), group(config, "participation")
+    evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **config["eval"]}}, "eval")
+    assert isinstance(evaluate, Evaluate)
+    with prefixed("participation"):
+        participation.count(partition.num_clients)
+    if aggregator.probe is not None and not partition.sensitivity_fraction:
+        raise check.BadValue(
+            "partition.sensitivity_fraction", 0, "must be > 0 for this aggregator, which measures on B_k"
+        )
+
+    dataset = group(config, "dataset").to(where)
+    with prefixed("partition"):
+        split = partition(dataset.train_y.cpu().numpy(), config["seed"])
+    torch.manual_seed(rng.torch_seed(config["seed"], "init"))
+    with prefixed("model"):
+        module = group(config, "model")(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+    return Experiment(
+        seed=config["seed"],
+        rounds=config["rounds"],
+        task=Task(module, dataset),
+        data=FederatedData(dataset, split, config["seed"]),
+        client=client,
+        client_optimizer=client_optimizer,
+        schedule=schedule,
+        aggregator=aggregator,
+        server_optimizer=server_optimizer,
+        participation=participation,
+        engine=engine,
+        eval=evaluate,
+    )
+
+
+def loggers(config: Mapping[str, Any]) -> list[Logger]:
+    return [group(config["logger"], name, "logger.") for name in config["logger"] or {}]
+
+
+def group(config: Mapping[str, Any], name: str, above: str = "") -> Any:
+    """The object a config group describes; its complaints come back under the group's name."""
+    values, path = dict(config[name]), above + name
+    try:
+        known = inspect.signature(get_object(values["_target_"])).parameters
+    except (ImportError, ValueError) as error:
+        raise check.BadValue(f"{path}._target_", values["_target_"], "cannot be imported") from error
+    for key in values:
+        if not key.startswith("_") and key not in known:
+            near = get_close_matches(key, known, n=3) or sorted(known)
+            raise check.BadValue(f"{path}.{key}", values[key], f"unknown key; valid: {', '.join(near)}")
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in values and not values.get("_partial_"):
+            raise check.InputError(f"{path}.{key} is missing")
+    with prefixed(path):
+        return instantiate(values, _convert_="all")
+
+
+@contextmanager
+def prefixed(path: str) -> Iterator[None]:
+    """`tau=2: must be ...` becomes `aggregator.tau=2: must be ...`."""
+    try:
+        yield
+    except (check.BadValue, InstantiationException) as error:
+        cause = error if isinstance(error, check.BadValue) else error.__cause__
+        if isinstance(cause, check.BadValue):
+            raise check.BadValue(f"{path}.{cause.key}", cause.value, cause.valid) from error
+        if isinstance(cause, check.InputError):
+            raise cause from error
+        raise

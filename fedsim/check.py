@@ -1,0 +1,73 @@
+"""Bad input, said in one line: the key, its value, and what would be valid."""
+
+import math
+from collections.abc import Sequence
+
+
+class InputError(Exception):
+    """The user's input cannot be run. The message is one line; the command prints it and exits with 2."""
+
+
+class BadValue(InputError):
+    """A config value out of range. Raised by the object that owns the key, which knows only its own name for it;
+    whoever builds the object puts the group in front (`tau` becomes `aggregator.tau`)."""
+
+    def __init__(self, key: str, value: object, valid: str) -> None:
+        super().__init__(f"{key}={value}: {valid}")
+        self.key, self.value, self.valid = key, value, valid
+
+
+def number(
+    key: str,
+    value: object,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> None:
+    """A finite number within bounds (ge: >=, gt: >, le: <=, lt: <)."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    _bounds(ok, key, value, "a number", ge, gt, le, lt)
+
+
+def integer(key: str, value: object, *, ge: int | None = None, le: int | None = None) -> None:
+    """A whole number within bounds."""
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    _bounds(ok, key, value, "a whole number", ge, None, le, None)
+
+
+def choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """One of a few names."""
+    if value not in choices:
+        raise BadValue(key, value, "must be one of " + ", ".join(choices))
+
+
+def boolean(key: str, value: object) -> None:
+    """true or false, nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise BadValue(key, value, "must be true or false")
+
+
+def _bounds(
+    ok: bool,
+    key: str,
+    value: object,
+    what: str,
+    ge: float | None,
+    gt: float | None,
+    le: float | None,
+    lt: float | None,
+) -> None:
+    limits = [(">=", ge), (">", gt), ("<=", le), ("<", lt)]
+    if ok:
+        assert isinstance(value, int | float)
+        ok = (
+            (ge is None or value >= ge)
+            and (gt is None or value > gt)
+            and (le is None or value <= le)
+            and (lt is None or value < lt)
+        )
+    if not ok:
+        said = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        raise BadValue(key, value, f"must be {what} {said}".rstrip())

@@ -1,0 +1,51 @@
+"""Checkpoints: the run's state in plain tensors and numbers. Written atomically, read without unpickling code."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsim import check
+from fedsim.runner import RunState
+from fedsim.types import Model
+
+
+def save(path: Path, state: RunState, elapsed_s: float) -> None:
+    """A crash leaves the old checkpoint or the new one, never half of one."""
+    content = {
+        "round": state.round,
+        "params": state.model.params,
+        "buffers": state.model.buffers,
+        "aggregator": state.aggregator,
+        "server": state.server,
+        "clients": dict(state.clients),
+        "norm_integrated": state.norm_integrated,
+        "elapsed_s": elapsed_s,
+    }
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as stream:
+        torch.save(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def load(path: Path, device: torch.device) -> tuple[RunState, float]:
+    """(state, seconds spent so far)."""
+    try:
+        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        state = RunState(
+            content["round"],
+            Model(content["params"], content["buffers"]),
+            content["aggregator"],
+            content["server"],
+            content["clients"],
+            content["norm_integrated"],
+        )
+        return state, content["elapsed_s"]
+    except (RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise check.InputError(
+            f"{path} is damaged ({type(error).__name__}); overwrite=true starts the run again"
+        ) from error

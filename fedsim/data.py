@@ -1,0 +1,144 @@
+"""Data on the device: whole datasets as tensors, indexed there client by client. No DataLoader in the round."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.types import Batch
+
+PADDING = 4  # pixels around a training image before it is cropped back, as is customary for CIFAR
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples as stored (images as bytes) and how a batch of them becomes the model's input: x * scale + shift."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    num_classes: int
+    scale: Tensor
+    shift: Tensor
+    augment: bool = False
+    """Random crop and horizontal flip of training images."""
+    classification: bool = True
+    """False: the model's output is itself the loss (the quadratic), labels only say whose sample it is."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train_x.shape[1:])
+
+    def to(self, device: torch.device) -> "Dataset":
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Model inputs from stored samples: float32, standardised."""
+        return x.to(torch.float32) * self.scale + self.shift
+
+
+def standardization(mean: list[float], std: list[float], active: bool) -> tuple[Tensor, Tensor]:
+    """(scale, shift) that take bytes to (x/255 - mean)/std for each channel, or only to [0, 1]."""
+    m, s = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+    return (1 / (255 * s), -m / s) if active else (torch.full_like(s, 1 / 255), torch.zeros_like(m))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which samples are whose. Client k holds indices[offsets[k]:offsets[k+1]], in random order; the first
+    held[k] of them are its sensitivity subset B_k, the rest is D_k, on which it trains."""
+
+    indices: np.ndarray
+    offsets: np.ndarray
+    held: np.ndarray
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.held)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """|D_k| of every client."""
+        return np.asarray(np.diff(self.offsets) - self.held)
+
+    def training(self, client: int) -> np.ndarray:
+        """D_k, as positions in the dataset."""
+        return self.indices[self.offsets[client] + self.held[client] : self.offsets[client + 1]]
+
+    def sensitivity(self, client: int) -> np.ndarray:
+        """B_k, as positions in the dataset."""
+        return self.indices[self.offsets[client] : self.offsets[client] + self.held[client]]
+
+    def fingerprint(self) -> str:
+        """Equal for equal splits, on any machine."""
+        digest = hashlib.sha256()
+        for part in (self.offsets, self.held, self.indices):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """A dataset and who holds what of it."""
+
+    dataset: Dataset
+    split: Split
+    seed: int
+
+    def batches(self, round: int, client: int, epochs: int, batch_size: int | None) -> Iterator[Batch]:
+        """The client's training batches of a round: each epoch a fresh order of D_k, the last batch may be short."""
+        data, own = self.dataset, self.split.training(client)
+        size = batch_size or len(own)
+        order_rng = rng.generator(self.seed, "batches", round, client)
+        augment_rng = rng.generator(self.seed, "augment", round, client) if data.augment else None
+        for _ in range(epochs):
+            order = self._on_device(own[order_rng.permutation(len(own))])
+            draws = None if augment_rng is None else self._on_device(_draw_crops(augment_rng, len(own)))
+            for start in range(0, len(own), size):
+                index = order[start : start + size]
+                x = data.train_x[index]
+                if draws is not None:
+                    x = crop_and_flip(x, draws[start : start + size])
+                yield data.inputs(x), data.train_y[index]
+
+    def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
+        """B_k without its labels, in the order in which it was drawn."""
+        held = self._on_device(self.split.sensitivity(client))
+        size = batch_size or max(len(held), 1)
+        for start in range(0, len(held), size):
+            yield self.dataset.inputs(self.dataset.train_x[held[start : start + size]])
+
+    @cached_property
+    def training_set(self) -> Tensor:
+        """Positions of all samples that some client trains on."""
+        split, counts = self.split, np.diff(self.split.offsets)
+        place = np.arange(len(split.indices)) - np.repeat(split.offsets[:-1], counts)
+        return self._on_device(np.sort(split.indices[place >= np.repeat(split.held, counts)]))
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.dataset.train_y.device, non_blocking=True)
+
+
+def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:
+    """[count, 3]: row offset, column offset, flip."""
+    return generator.randint(0, [2 * PADDING + 1, 2 * PADDING + 1, 2], size=(count, 3), dtype=np.int64)
+
+
+def crop_and_flip(x: Tensor, draws: Tensor) -> Tensor:
+    """Images [B, C, H, W] padded with zeros, cropped back at their own offsets, and mirrored where asked."""
+    b, c, h, w = x.shape
+    padded = torch.nn.functional.pad(x, (PADDING,) * 4)
+    rows = draws[:, :1] + torch.arange(h, device=x.device)  # [B, H]
+    straight = torch.arange(w, device=x.device).expand(b, w)
+    columns = draws[:, 1:2] + torch.where(draws[:, 2:].bool(), w - 1 - straight, straight)  # [B, W]
+    image = torch.arange(b, device=x.device).view(b, 1, 1, 1)
+    channel = torch.arange(c, device=x.device).view(1, c, 1, 1)
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]

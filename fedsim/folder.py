@@ -1,0 +1,138 @@
+"""A run's folder: who may write to it, whether it belongs to the same experiment, and what it holds when done."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pandas as pd
+import yaml
+
+from fedsim import check
+
+VOLATILE = ("rounds", "device", "data_dir", "overwrite", "checkpoint", "logger")
+"""Keys that may change between the start of a run and its continuation: they do not decide the results."""
+
+FILES = (
+    "config.yaml",
+    "metrics.csv",
+    "layers.csv",
+    "summary.json",
+    "checkpoint.pt",
+    "partition.png",
+    "curves.png",
+)
+
+
+class RunFolder:
+    """Locked while in use, so that two processes never write to one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = filelock.FileLock(path / ".lock")
+
+    def __enter__(self) -> "RunFolder":
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise check.InputError(f"{self.path} is in use by another fedsim process; wait for it to end") from error
+        except OSError as error:
+            raise check.InputError(f"{self.path} cannot be written to: {error.strerror or error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not (self.path / "metrics.csv").exists():  # refused before anything was computed: leave no trace
+            for name in ("config.yaml", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+        self._lock.release()
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def claim(self, config: Mapping[str, Any], overwrite: bool) -> None:
+        """Make the folder this config's: refuse one made by another, empty it where that is asked for."""
+        if overwrite:
+            for name in FILES:
+                (self.path / name).unlink(missing_ok=True)
+        if (self.path / "metrics.csv").exists():  # otherwise nothing was computed here yet
+            differing = differences(yaml.safe_load((self.path / "config.yaml").read_text()), config)
+            if differing:
+                raise check.InputError(
+                    f"{self.path} was made by another config ({'; '.join(differing)}); "
+                    "choose another hydra.run.dir, or overwrite=true"
+                )
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+
+    def summary(self) -> dict[str, Any]:
+        """What the last process to write here said of the run; empty for a new folder."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return content
+
+    def write_summary(self, content: Mapping[str, Any]) -> None:
+        write_atomically(self.path / "summary.json", json.dumps(content, indent=2) + "\n")
+
+    def metrics(self) -> pd.DataFrame:
+        return pd.read_csv(self.path / "metrics.csv", dtype=float)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: old there, new here` for every key that decides results and differs."""
+    old, new = (flatten({k: v for k, v in c.items() if k not in VOLATILE}) for c in (before, now))
+    missing = "nothing"
+    return [
+        f"{key}: {old.get(key, missing)} there, {new.get(key, missing)} here"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, missing) != new.get(key, missing) and key != "dataset.data_dir"
+    ]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def accuracies(metrics: pd.DataFrame) -> dict[str, Any]:
+    """Last, best and mean of the last ten evaluations, each under its own name."""
+    result: dict[str, Any] = {}
+    for kind in ("test", "train", "sent"):
+        known = metrics[["round", f"{kind}/accuracy"]].dropna()
+        if len(known):
+            values = known[f"{kind}/accuracy"]
+            result[f"{kind}_accuracy_last"] = float(values.iloc[-1])
+            result[f"{kind}_accuracy_best"] = float(values.max())
+            result[f"{kind}_accuracy_best_round"] = int(known["round"].iloc[values.to_numpy().argmax()])
+            result[f"{kind}_accuracy_mean_last_10"] = float(values.tail(10).mean())
+    losses = metrics["test/loss"].replace(float("inf"), float("nan")).dropna()
+    if len(losses):
+        result["test_loss_last"] = float(losses.iloc[-1])
+    return result
+
+
+def versions() -> dict[str, str]:
+    packages = ("fedsim-lab", "torch", "torchvision", "numpy", "hydra-core", "omegaconf")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

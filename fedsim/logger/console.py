@@ -1,0 +1,68 @@
+"""What one sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
+
+from rich.console import Console as Terminal
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedsim.logger.base import RunInfo
+from fedsim.runner import LayerRows, Row
+
+PLAIN_LINES = 20  # about so many for a whole run
+
+
+class Console:
+    def __init__(self) -> None:
+        self._terminal = Terminal(stderr=True)
+        self._progress: Progress | None = None
+
+    def open(self, run: RunInfo) -> None:
+        self._rounds, self._shown = run.rounds, ""
+        self._accuracy: float | None = None
+        if not self._terminal.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._terminal,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("", total=run.rounds, completed=run.start, shown="")
+
+    def log(self, row: Row, layers: LayerRows) -> None:
+        shown = self._describe(row)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["round"], shown=shown)
+            return
+        step = max(1, self._rounds // PLAIN_LINES)
+        if row["round"] % step == 0 or row["round"] == self._rounds:
+            print(
+                f"round {row['round']:.0f}/{self._rounds}  {shown}  {row['time/round_s']:.2f} s/round",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _describe(self, row: Row) -> str:
+        self._accuracy = row.get("test/accuracy", self._accuracy)
+        parts = [f"loss {row['client/loss']:.3f}"]
+        if self._accuracy is not None:
+            parts.insert(0, f"accuracy {100 * self._accuracy:.1f} %")
+        if "norm/N_over_E" in row:
+            parts.append(f"N/E {row['norm/N_over_E']:.2f}")
+        if "elastic/boosted_fraction" in row:
+            parts.append(f"boosted {100 * row['elastic/boosted_fraction']:.0f} %")
+        return "  ".join(parts)

@@ -1,0 +1,45 @@
+"""The names under which a run logs, and what they mean. README's table and the columns of metrics.csv are these."""
+
+METRICS = {
+    "round": "1 after the first round",
+    "test/accuracy": "share of the test set the evaluated model gets right",
+    "test/loss": "its mean loss there",
+    "train/accuracy": "the same over every client's D_k, where eval.train",
+    "train/loss": "the same over every client's D_k, where eval.train",
+    "norm/N": "|| sum_k w_k delta_k ||: how far the clients move together",
+    "norm/E": "sum_k w_k || delta_k ||: how far they move on average",
+    "norm/N_over_E": "N / E, at most 1; small where the clients' directions cancel",
+    "norm/N_server": "|| theta_{t+1} - theta_t ||: how far the server really moves",
+    "norm/N_integrated": "sum of N_server over the rounds so far",
+    "elastic/boosted_fraction": "share of scalar parameters with zeta > 1",
+    "elastic/mean_zeta": "mean of zeta over all scalar parameters",
+    "client_lr": "learning rate of the clients in this round",
+    "comm/down_bytes": "sent to the round's clients: one model each",
+    "comm/up_bytes": "sent back by them: one model each, two with elastic",
+    "time/round_s": "wall time of the round, evaluation included",
+    "client/loss": "sum_k w_k (mean loss of client k's batches, each before its step)",
+    "sent/accuracy": "test accuracy of the model that is sent out, where another one is evaluated",
+    "sent/loss": "its mean loss on the test set",
+    "norm/N_conv": "N over the convolutional layers alone",
+    "norm/E_conv": "E over the convolutional layers alone",
+    "norm/N_server_conv": "N_server over the convolutional layers alone",
+    "norm/N_linear": "N over the linear layers alone",
+    "norm/E_linear": "E over the linear layers alone",
+    "norm/N_server_linear": "N_server over the linear layers alone",
+}
+
+LAYER_METRICS = {
+    "round": "1 after the first round",
+    "layer": "name of the parameter tensor",
+    "kind": "conv, linear, norm or other",
+    "N": "N over this layer alone",
+    "E": "E over this layer alone",
+    "N_server": "N_server over this layer alone",
+    "boosted_fraction": "share of its scalar parameters with zeta > 1 (elastic)",
+}
+
+EVALUATED = ("test/", "train/", "sent/")
+"""Metrics of evaluation rounds only (eval.every); blank in between."""
+
+LOSSES = ("client/loss", "test/loss", "train/loss")
+"""A run diverges when one of these is no longer a finite number."""

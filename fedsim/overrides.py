@@ -1,0 +1,108 @@
+"""What the user typed: the name it gives a run's folder, and what is wrong with it where it cannot be composed."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PACKAGE = Path(__file__).resolve().parent
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+"""Inside the package when installed from a wheel, beside it in a checkout."""
+
+UNNAMED = ("rounds", "device", "data_dir", "overwrite", "checkpoint", "logger", "hydra")
+"""Keys that do not name a run: the same command with another `rounds` continues it."""
+
+LONGEST_NAME = 120
+
+
+def run_name(overrides: Iterable[str]) -> str:
+    """The folder of a run or a sweep, from the overrides that make it what it is: same command, same folder."""
+    return _folder_name(o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] not in UNNAMED)
+
+
+def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:
+    """The folder of one job within its sweep's: what the sweep added to what was typed."""
+    return _folder_name(o for o in job if o not in typed)
+
+
+def _folder_name(overrides: Iterable[str]) -> str:
+    name = re.sub(r"[^\w.,=+@-]+", "-", ",".join(sorted(overrides))).strip("-") or "default"
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return name
+
+
+def explain(error: Exception, typed: Sequence[str]) -> str:
+    """One line on why the config could not be composed, with the nearest names that would have been valid."""
+    overrides = []
+    for text in typed:
+        try:
+            overrides += OverridesParser.create().parse_overrides([text])
+        except HydraException as unreadable:
+            return f"{text}: cannot be read as key=value ({_first_line(unreadable)})"
+    groups = [o for o in overrides if (CONF / str(o.key_or_group)).is_dir()]
+    for override in groups:
+        choices = sorted(
+            p.relative_to(CONF / override.key_or_group).with_suffix("").as_posix()
+            for p in (CONF / override.key_or_group).rglob("*.yaml")
+        )
+        for value in _values(override):
+            if value not in ("null", *choices):
+                return f"unknown choice {override.key_or_group}={value}; {_nearest(value, choices)}"
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            chosen = [f"{o.key_or_group}={_values(o)[0]}" for o in groups if o.input_line and "[" not in o.input_line]
+            keys = _keys(OmegaConf.to_container(compose("config", chosen), resolve=False))
+    except (HydraException, OmegaConfBaseException):
+        return _first_line(error)
+    for override in overrides:
+        key = str(override.key_or_group)
+        if override not in groups and not override.is_add() and key.split(".")[0] != "hydra" and key not in keys:
+            return f"unknown key {key}; {_nearest(key, keys)}{_elsewhere(key)}"
+    return _first_line(error)
+
+
+def _values(override: Override) -> list[str]:
+    """The choices an override names: several in a sweep or a list."""
+    value = override.value()
+    if override.is_sweep_override():
+        return [str(v) for v in override.sweep_string_iterator()]
+    return [str(v) for v in value] if isinstance(value, list) else ["null" if value is None else str(value)]
+
+
+def _keys(config: object, prefix: str = "") -> list[str]:
+    if not isinstance(config, dict):
+        return []
+    return [key for name, value in config.items() for key in (f"{prefix}{name}", *_keys(value, f"{prefix}{name}."))]
+
+
+def _nearest(name: str, valid: Sequence[str]) -> str:
+    near = get_close_matches(name, valid, n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    section = [v for v in valid if v.split(".")[0] == name.split(".")[0]] or [v for v in valid if "." not in v]
+    return f"valid: {', '.join(section)}"
+
+
+def _elsewhere(key: str) -> str:
+    """A key that another choice of the same group has (aggregator.tau with aggregator=fedavg)."""
+    group, _, rest = key.partition(".")
+    owners = [p.stem for p in sorted((CONF / group).glob("*.yaml")) if rest in (yaml.safe_load(p.read_text()) or {})]
+    return f" ({key} belongs to {group}={','.join(owners)})" if rest and owners else ""
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the error, or of what caused it where it says nothing itself."""
+    lines = str(error).strip().splitlines()
+    if lines:
+        return lines[0].strip()
+    return _first_line(error.__cause__) if error.__cause__ else type(error).__name__

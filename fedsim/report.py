@@ -1,0 +1,69 @@
+"""What is printed when runs end: a table of a run's result, or of a sweep's."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from fedsim import plots
+
+COLUMNS = {
+    "last": "test_accuracy_last",
+    "best": "test_accuracy_best",
+    "mean of last 10": "test_accuracy_mean_last_10",
+}
+
+
+def run(folder: Path, summary: Mapping[str, Any]) -> None:
+    """One run's result and where its files are."""
+    table = Table(title=f"{summary['name']}: {summary['status']}", title_justify="left", show_header=False)
+    for title, key in COLUMNS.items():
+        if key in summary:
+            table.add_row(f"test accuracy, {title}", _percent(summary[key]))
+    if "sent_accuracy_last" in summary:
+        table.add_row("of the model sent out, last", _percent(summary["sent_accuracy_last"]))
+    if "test_loss_last" in summary:
+        table.add_row("test loss, last", f"{summary['test_loss_last']:.4f}")
+    table.add_row("rounds", str(summary["rounds"]))
+    table.add_row("wall time", f"{summary['wall_time_s']:.1f} s")
+    console = Console()
+    console.print(table)
+    if "note" in summary:
+        console.print(summary["note"])
+    console.print(f"files: {_shown(folder)}  (metrics.csv, curves.png, partition.png, summary.json)", soft_wrap=True)
+
+
+def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Several runs beside each other; the same as comparison.csv and comparison.png in the folder above them."""
+    above = Path(os.path.commonpath([folder.parent for folder in summaries]))
+    table = Table(title=f"{len(summaries)} runs", title_justify="left")
+    table.add_column("run", overflow="fold")
+    for title in ("status", "rounds", *COLUMNS, "seconds"):
+        table.add_column(title, justify="right")
+    rows, curves = [], {}
+    for folder, s in summaries.items():
+        accuracy = [_percent(s[key]) if key in s else "-" for key in COLUMNS.values()]
+        table.add_row(s["name"], s["status"], str(s["rounds"]), *accuracy, f"{s['wall_time_s']:.1f}")
+        rows.append({"run": s["name"]} | {k: v for k, v in s.items() if not isinstance(v, dict | list)})
+        curves[s["name"]] = pd.read_csv(folder / "metrics.csv", dtype=float)
+    pd.DataFrame(rows).to_csv(above / "comparison.csv", index=False)
+    plots.comparison(above / "comparison.png", curves)
+    console = Console()
+    console.print(table)
+    console.print(f"files: {_shown(above)}  (comparison.png, comparison.csv, a folder a run)", soft_wrap=True)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _shown(path: Path) -> str:
+    """Relative to where the user stands, if it is below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,167 @@
+"""A run from the first look at its folder to the last picture in it: resume, interruption, divergence, summary."""
+
+import hashlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fedsim import checkpoint, plots
+from fedsim.folder import VOLATILE, RunFolder, accuracies, versions
+from fedsim.logger.base import Logger, RunInfo
+from fedsim.logger.console import Console
+from fedsim.logger.csv import Csv
+from fedsim.runner import Experiment, LayerRows, Row, RunState, diverged, initial_state, run
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    choices: Mapping[str, str]
+    overrides: Sequence[str]
+    device: torch.device
+
+
+def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence[Logger]) -> Summary:
+    """Start, continue or only report a run. Its summary's `status` says how it ended."""
+    with RunFolder(request.folder) as folder:
+        folder.claim(request.config, request.config["overwrite"])
+        before = folder.summary()
+        status, rounds = before.get("status"), before.get("rounds", 0)
+        if status == "diverged" or (status == "finished" and rounds >= request.config["rounds"]):
+            return before | {"note": f"{status} earlier, after {rounds} rounds; overwrite=true runs it again"}
+        with torch.random.fork_rng(), terminable():
+            return Session(request, folder, build(), loggers).play()
+
+
+class Session:
+    """One process's part of a run."""
+
+    def __init__(self, request: Request, folder: RunFolder, exp: Experiment, loggers: Sequence[Logger]) -> None:
+        self.request, self.folder, self.exp = request, folder, exp
+        self.csv = Csv(exp.task.layers, exp.eval.every)
+        self.loggers: list[Logger] = [self.csv, *loggers, Console()]
+        self.checkpoint = folder / "checkpoint.pt"
+        self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
+        if self.checkpoint.exists():
+            self.state, self.elapsed_before = checkpoint.load(self.checkpoint, request.device)
+
+    def play(self) -> Summary:
+        labels = self.exp.data.dataset.train_y.cpu().numpy()
+        plots.partition(self.folder / "partition.png", self.exp.data.split, labels, self.request.name)
+        info = RunInfo(
+            self.request.folder,
+            self.request.name,
+            self._id(),
+            self.request.config,
+            self.exp.rounds,
+            self.state.round,
+        )
+        status = "failed"
+        try:
+            with ExitStack() as stack:
+                for logger in self.loggers:
+                    stack.callback(logger.close)
+                    logger.open(info)
+                self._write_summary("running")
+                run(self.exp, self.state, self._after_round)
+            status = "finished" if self.state.round == self.exp.rounds else "diverged"
+        except KeyboardInterrupt as interrupt:
+            status = "interrupted"
+            with ignoring_signals():
+                self.csv.rewind(self.state.round)
+                checkpoint.save(self.checkpoint, self.state, self._elapsed())
+            return self._finish(status) | {"signal": str(interrupt) or "SIGINT"}
+        finally:
+            if status == "failed":
+                self._finish(status)
+        return self._finish(status)
+
+    def _after_round(self, state: RunState, row: Row, layers: LayerRows) -> None:
+        for logger in self.loggers:
+            logger.log(row, layers)
+        if diverged(row):
+            return  # the row is kept; the state stays at the last good round
+        self.state = state
+        if state.round % self.request.config["checkpoint"]["every"] == 0 or state.round == self.exp.rounds:
+            self.csv.sync()
+            checkpoint.save(self.checkpoint, state, self._elapsed())
+
+    def _finish(self, status: str) -> Summary:
+        with ignoring_signals():
+            plots.curves(self.folder / "curves.png", self.folder.metrics(), self.request.name)
+            return self._write_summary(status)
+
+    def _write_summary(self, status: str) -> Summary:
+        exp, request, metrics = self.exp, self.request, self.folder.metrics()
+        summary = {
+            "status": status,
+            **accuracies(metrics),
+            "rounds": len(metrics),
+            "seed": exp.seed,
+            "name": request.name,
+            "choices": dict(request.choices),
+            "overrides": list(request.overrides),
+            "partition_fingerprint": exp.data.split.fingerprint(),
+            "clients": exp.data.split.num_clients,
+            "parameters": sum(p.numel() for p in self.state.model.params.values()),
+            "comm_bytes": int(metrics[["comm/down_bytes", "comm/up_bytes"]].to_numpy().sum()),
+            "device": str(request.device),
+            "engine": request.choices["engine"],
+            "wall_time_s": round(self._elapsed(), 3),
+            "versions": versions(),
+        }
+        self.folder.write_summary(summary)
+        return summary
+
+    def _elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.started
+
+    def _id(self) -> str:
+        decisive = {k: v for k, v in self.request.config.items() if k not in VOLATILE}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM (a cluster taking its machine back) ends a run as Ctrl-C does: with a complete folder."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    with _handling({signal.SIGTERM: interrupt}):
+        yield
+
+
+@contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """While the last files are written a second Ctrl-C must not leave half of them."""
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

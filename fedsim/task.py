@@ -1,0 +1,89 @@
+"""The learning task: a model's structure and its loss, as pure functions of parameters and data."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.data import Dataset
+from fedsim.layers import Layers
+from fedsim.types import Batch, Model, Tree
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums over a set of samples; on the device until someone reads them."""
+
+    loss_sum: Tensor
+    correct: Tensor | None
+    count: int
+
+
+class Task:
+    """Gradients, sensitivities and accuracy of one architecture. Holds no weights of its own: `module` lends only
+    its structure, every call is given the parameters."""
+
+    def __init__(self, module: nn.Module, dataset: Dataset) -> None:
+        self.module = module
+        self.layers = Layers.of(module)
+        self.classification = dataset.classification
+
+    def initial_model(self) -> Model:
+        return Model(
+            {n: p.detach().clone() for n, p in self.module.named_parameters()},
+            {n: b.detach().clone() for n, b in self.module.named_buffers()},
+        )
+
+    def outputs(self, params: Tree, buffers: Tree, x: Tensor, *, train: bool) -> Tensor:
+        """F(theta; x). In training mode `buffers` are updated in place: hand in the client's own copy."""
+        if self.module.training != train:
+            self.module.train(train)
+        return functional_call(self.module, (params, buffers), (x,))  # type: ignore[no-any-return]
+
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """One loss for each sample."""
+        if self.classification:
+            return nn.functional.cross_entropy(outputs, y, reduction="none")
+        return outputs.flatten(1).sum(1)
+
+    def gradient(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tree, Tensor]:
+        """(gradient, value) of the mean loss over a batch."""
+        x, y = batch
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        loss = self.losses(self.outputs(leaves, buffers, x, train=True), y).mean()
+        return _gradients(loss, leaves), loss.detach()
+
+    def output_norm_gradient(self, model: Model, x: Tensor, *, train: bool) -> Tree:
+        """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was."""
+        buffers = {n: b.clone() for n, b in model.buffers.items()} if train else model.buffers
+        leaves = {n: p.detach().requires_grad_() for n, p in model.params.items()}
+        outputs = self.outputs(leaves, buffers, x, train=train)
+        return _gradients(outputs.flatten(1).square().sum(1).mean(), leaves)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        model: Model,
+        dataset: Dataset,
+        x: Tensor,
+        y: Tensor,
+        batch_size: int,
+        index: Tensor | None = None,
+    ) -> Evaluation:
+        """Loss and accuracy of a model over (x, y), or over the samples at `index` of them."""
+        count = len(y) if index is None else len(index)
+        loss_sum = torch.zeros((), device=y.device)
+        correct = torch.zeros((), device=y.device) if self.classification else None
+        for start in range(0, count, batch_size):
+            part = slice(start, start + batch_size) if index is None else index[start : start + batch_size]
+            outputs = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), train=False)
+            loss_sum += self.losses(outputs, y[part]).sum()
+            if correct is not None:
+                correct += (outputs.argmax(1) == y[part]).sum()
+        return Evaluation(loss_sum, correct, count)
+
+
+def _gradients(value: Tensor, leaves: Tree) -> Tree:
+    grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True))
