@@ -1,6 +1,7 @@
 """From config values to objects: the only place that instantiates, and that knows which key an object came from."""
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,6 +16,13 @@ from fedsim.data import FederatedData
 from fedsim.logger.base import Logger
 from fedsim.runner import Evaluate, Experiment
 from fedsim.task import Task
+
+
+GROUPS = (
+    *("dataset", "partition", "model", "client", "client_optimizer", "schedule", "aggregator", "server_optimizer"),
+    *("participation", "engine", "logger"),
+)
+ROOT = ("rounds", "seed", "device", "data_dir", "overwrite", "deterministic", "eval", "checkpoint", *GROUPS)
 
 
 def device(name: object) -> torch.device:
@@ -35,12 +43,17 @@ def device(name: object) -> torch.device:
     return torch.device(text)
 
 
+def determinism(active: bool, where: torch.device) -> None:
+    """On CUDA, only algorithms that give the same bits every time. (The CPU's are, with a fixed number of threads.)"""
+    if where.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        torch.backends.cudnn.deterministic = active
+        torch.backends.cudnn.benchmark = not active
+        torch.use_deterministic_algorithms(active, warn_only=True)
+
+
 def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     """Build everything, cheap and easily refused parts first."""
-    check.integer("rounds", config["rounds"], ge=1)
-    check.integer("seed", config["seed"], ge=0)
-    check.integer("checkpoint.every", config["checkpoint"]["every"], ge=1)
-    check.boolean("overwrite", config["overwrite"])
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
@@ -76,13 +89,33 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     )
 
 
+def check_root(config: Mapping[str, Any]) -> None:
+    """The keys outside any group: none missing, none that nothing reads, each with a usable value."""
+    for key in config:
+        if key not in ROOT:
+            near = get_close_matches(key, ROOT, n=2) or ROOT
+            raise check.BadValue(key, config[key], f"unknown key; valid: {', '.join(near)}")
+    for key in ROOT:
+        if key not in config:
+            raise check.InputError(f"{key} is missing")
+    check.integer("rounds", config["rounds"], ge=1)
+    check.integer("seed", config["seed"], ge=0)
+    check.boolean("overwrite", config["overwrite"])
+    check.boolean("deterministic", config["deterministic"])
+    if set(config["checkpoint"]) != {"every"}:
+        raise check.BadValue("checkpoint", config["checkpoint"], "must have the key every, and no other")
+    check.integer("checkpoint.every", config["checkpoint"]["every"], ge=1)
+
+
 def loggers(config: Mapping[str, Any]) -> list[Logger]:
     return [group(config["logger"], name, "logger.") for name in config["logger"] or {}]
 
 
 def group(config: Mapping[str, Any], name: str, above: str = "") -> Any:
     """The object a config group describes; its complaints come back under the group's name."""
-    values, path = dict(config[name]), above + name
+    values, path = config[name], above + name
+    if not isinstance(values, Mapping) or "_target_" not in values:
+        raise check.BadValue(path, values, "must be a group with a _target_")
     try:
         known = inspect.signature(get_object(values["_target_"])).parameters
     except (ImportError, ValueError) as error:

@@ -24,10 +24,7 @@ _exit_codes: list[int] = [0]
 def main() -> None:
     """Run, sweep or explain; every way it can go wrong is one line and an exit code."""
     _typed[:] = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-    # Cached, since Hydra resolves the sweep's folder again in every job.
-    OmegaConf.register_new_resolver("sweep_name", lambda: run_name(_typed), use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("cell_name", lambda job: cell_name(job, _typed), replace=True)
+    register_resolvers()
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors to us instead of printing them
@@ -35,8 +32,8 @@ def main() -> None:
         _run()
     except (HydraException, OmegaConfBaseException) as error:
         _complain(explain(error, _typed))
-    except OSError as error:
-        _complain(f"{error.filename or 'output'}: {error.strerror or error}")
+    except OSError as error:  # Hydra makes the run's folder before it calls us
+        _complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
     except KeyboardInterrupt:
         sys.exit(EXIT_BY_SIGNAL["SIGINT"])
     if len(_summaries) > 1:
@@ -44,6 +41,14 @@ def main() -> None:
 
         report.compare(_summaries)
     sys.exit(max(_exit_codes))
+
+
+def register_resolvers() -> None:
+    """Folder names, for conf/config.yaml."""
+    OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+    # Cached, since Hydra resolves the sweep's folder again in every job.
+    OmegaConf.register_new_resolver("sweep_name", lambda: run_name(_typed), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("cell_name", lambda job: cell_name(job, _typed), replace=True)
 
 
 @hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
@@ -57,7 +62,9 @@ def _run(cfg: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+        build.check_root(config)
         where = build.device(config["device"])
+        build.determinism(config["deterministic"], where)
         request = Request(
             folder,
             folder.name,
@@ -67,8 +74,10 @@ def _run(cfg: DictConfig) -> None:
             where,
         )
         summary = execute(request, lambda: build.experiment(config, where), build.loggers(config))
-    except (InputError, OmegaConfBaseException) as error:
+    except (InputError, OmegaConfBaseException, OSError) as error:
         _complain(str(error))
+        if not any(folder.iterdir()):
+            folder.rmdir()  # Hydra made it; nothing was computed
         return
     _summaries[folder] = summary
     report.run(folder, summary)

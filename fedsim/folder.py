@@ -49,8 +49,6 @@ class RunFolder:
         if not (self.path / "metrics.csv").exists():  # refused before anything was computed: leave no trace
             for name in ("config.yaml", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
         self._lock.release()
 
     def __truediv__(self, name: str) -> Path:

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,12 +43,13 @@ def _folder_name(overrides: Iterable[str]) -> str:
 
 def explain(error: Exception, typed: Sequence[str]) -> str:
     """One line on why the config could not be composed, with the nearest names that would have been valid."""
-    overrides = []
-    for text in typed:
-        try:
-            overrides += OverridesParser.create().parse_overrides([text])
-        except HydraException as unreadable:
-            return f"{text}: cannot be read as key=value ({_first_line(unreadable)})"
+    try:
+        overrides = OverridesParser.create().parse_overrides(list(typed))
+    except OverrideParseException as unreadable:
+        return f"{unreadable.override}: cannot be read as key=value ({_brief(unreadable)})"
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'", str(error))
+    if ambiguous:
+        return f"{ambiguous[1]}: several values are a sweep, which needs -m"
     groups = [o for o in overrides if (CONF / str(o.key_or_group)).is_dir()]
     for override in groups:
         choices = sorted(
@@ -63,12 +64,12 @@ def explain(error: Exception, typed: Sequence[str]) -> str:
             chosen = [f"{o.key_or_group}={_values(o)[0]}" for o in groups if o.input_line and "[" not in o.input_line]
             keys = _keys(OmegaConf.to_container(compose("config", chosen), resolve=False))
     except (HydraException, OmegaConfBaseException):
-        return _first_line(error)
+        return _brief(error)
     for override in overrides:
         key = str(override.key_or_group)
         if override not in groups and not override.is_add() and key.split(".")[0] != "hydra" and key not in keys:
             return f"unknown key {key}; {_nearest(key, keys)}{_elsewhere(key)}"
-    return _first_line(error)
+    return _brief(error)
 
 
 def _values(override: Override) -> list[str]:
@@ -82,15 +83,18 @@ def _values(override: Override) -> list[str]:
 def _keys(config: object, prefix: str = "") -> list[str]:
     if not isinstance(config, dict):
         return []
-    return [key for name, value in config.items() for key in (f"{prefix}{name}", *_keys(value, f"{prefix}{name}."))]
+    named = {k: v for k, v in config.items() if not k.startswith("_")}
+    return [key for name, value in named.items() for key in (f"{prefix}{name}", *_keys(value, f"{prefix}{name}."))]
 
 
 def _nearest(name: str, valid: Sequence[str]) -> str:
-    near = get_close_matches(name, valid, n=3, cutoff=0.6)
+    """Among names at the same place first: aggregator.taau is compared with aggregator's own keys."""
+    section, dot, leaf = name.rpartition(".")
+    beside = [v for v in valid if v.rpartition(".")[:2] == (section, dot)] or [v for v in valid if "." not in v]
+    near = get_close_matches(leaf, [v.rpartition(".")[2] for v in beside], n=2, cutoff=0.6)
     if near:
-        return f"did you mean {' or '.join(near)}?"
-    section = [v for v in valid if v.split(".")[0] == name.split(".")[0]] or [v for v in valid if "." not in v]
-    return f"valid: {', '.join(section)}"
+        return f"did you mean {' or '.join(section + dot + n for n in near)}?"
+    return f"valid: {', '.join(beside)}"
 
 
 def _elsewhere(key: str) -> str:
@@ -100,9 +104,7 @@ def _elsewhere(key: str) -> str:
     return f" ({key} belongs to {group}={','.join(owners)})" if rest and owners else ""
 
 
-def _first_line(error: BaseException) -> str:
-    """Of the error, or of what caused it where it says nothing itself."""
-    lines = str(error).strip().splitlines()
-    if lines:
-        return lines[0].strip()
-    return _first_line(error.__cause__) if error.__cause__ else type(error).__name__
+def _brief(error: BaseException) -> str:
+    """What the error says (or what caused it, where it says nothing itself), without pointers to documentation."""
+    text = re.split(r"\n?See https|\n\t|\n    ", str(error))[0].strip()
+    return text or (_brief(error.__cause__) if error.__cause__ else type(error).__name__)

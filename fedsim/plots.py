@@ -26,6 +26,8 @@ def partition(path: Path, split: Split, labels: np.ndarray, title: str) -> None:
     mix, sizes = figure.subplots(1, 2, width_ratios=[3, 2])
     image = mix.imshow(shares.T, aspect="auto", origin="lower", cmap="viridis", vmin=0, interpolation="nearest")
     mix.set(xlabel="client", ylabel="class", title="share of each class in a client's data")
+    if classes <= 20:
+        mix.set_yticks(range(classes))
     figure.colorbar(image, ax=mix, format=PercentFormatter(1.0, decimals=0))
     sizes.hist(counts, bins=_bins(counts), color="tab:blue", edgecolor="white")
     sizes.set(xlabel="samples", ylabel="clients", title=f"sizes: {counts.min()} to {counts.max()}")
@@ -87,9 +89,10 @@ def _lines(axes: Axes, metrics: pd.DataFrame, columns: list[str], title: str) ->
             axes.plot(shown["round"], shown[column], label=column, marker="." if len(shown) < 3 else "")
     _dress(axes, title)
     if axes.lines:
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=3, frameon=False)
 
 
 def _dress(axes: Axes, title: str) -> None:
-    axes.set(xlabel="round", title=title)
+    axes.set(title=title)
+    axes.set_xlabel("round", loc="right", labelpad=0)
     axes.grid(alpha=0.3)

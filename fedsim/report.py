@@ -14,7 +14,7 @@ from fedsim import plots
 COLUMNS = {
     "last": "test_accuracy_last",
     "best": "test_accuracy_best",
-    "mean of last 10": "test_accuracy_mean_last_10",
+    "mean last 10": "test_accuracy_mean_last_10",
 }
 
 
@@ -41,7 +41,7 @@ def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
     """Several runs beside each other; the same as comparison.csv and comparison.png in the folder above them."""
     above = Path(os.path.commonpath([folder.parent for folder in summaries]))
     table = Table(title=f"{len(summaries)} runs", title_justify="left")
-    table.add_column("run", overflow="fold")
+    table.add_column("run", overflow="fold", ratio=1, min_width=20)
     for title in ("status", "rounds", *COLUMNS, "seconds"):
         table.add_column(title, justify="right")
     rows, curves = [], {}

@@ -61,8 +61,9 @@ class Session:
             self.state, self.elapsed_before = checkpoint.load(self.checkpoint, request.device)
 
     def play(self) -> Summary:
-        labels = self.exp.data.dataset.train_y.cpu().numpy()
-        plots.partition(self.folder / "partition.png", self.exp.data.split, labels, self.request.name)
+        split, labels = self.exp.data.split, self.exp.data.dataset.train_y.cpu().numpy()
+        title = f"{self.request.choices['partition']}, {split.num_clients} clients ({split.fingerprint()})"
+        plots.partition(self.folder / "partition.png", split, labels, title)
         info = RunInfo(
             self.request.folder,
             self.request.name,

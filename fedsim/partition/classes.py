@@ -59,8 +59,10 @@ class Classes(Partition):
             share = sizes[client] / n
             appeal = left + generator.random_sample(len(left)) * share
             appeal[room == 0] = -np.inf
-            if unheld.sum() >= (self.num_clients - dealt) * n:
-                appeal[unheld] += supply.sum()
+            order_of_appeal = np.argsort(-appeal, kind="stable")
+            later = (self.num_clients - dealt - 1) * n
+            urgent = order_of_appeal[unheld[order_of_appeal]][: max(unheld.sum() - later, 0)]
+            appeal[urgent] = np.inf
             picked = np.argsort(-appeal, kind="stable")[:n]
             if room[picked].min() == 0:
                 raise check.BadValue(

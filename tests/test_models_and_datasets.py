@@ -1,0 +1,197 @@
+"""Networks by their published shapes; datasets from files of the official formats, whole, damaged and missing."""
+
+import hashlib
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import config, environment, experiment
+from hydra.utils import instantiate
+from torch import nn
+
+from fedsim.check import InputError
+from fedsim.dataset import images
+from fedsim.dataset.mnist5k import mnist5k
+from fedsim.dataset.synthetic import mixture
+
+
+def model(name: str, shape: tuple[int, ...], classes: int, *overrides: str) -> nn.Module:
+    return instantiate(config(f"model={name}", *overrides)["model"])(input_shape=shape, num_classes=classes)
+
+
+# Weights and biases counted from the papers' tables.
+CNN_MNIST = (25 * 20 + 20) + (25 * 20 * 50 + 50) + (800 * 500 + 500) + (500 * 10 + 10)
+CNN_CIFAR = sum(9 * a * b + b + 2 * b for a, b in [(3, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128)]) + (
+    (2048 * 382 + 382) + (382 * 192 + 192) + (192 * 10 + 10)
+)
+CNN_EMNIST = (9 * 32 + 32) + (9 * 32 * 64 + 64) + (12 * 12 * 64 * 128 + 128) + (128 * 62 + 62)
+RESNET_CONVOLUTIONS = [(3, 16)] + [(16, 16)] * 6 + [(16, 32)] + [(32, 32)] * 5 + [(32, 64)] + [(64, 64)] * 5
+RESNET20 = sum(9 * a * b + 2 * b for a, b in RESNET_CONVOLUTIONS) + 64 * 10 + 10
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "parameters"),
+    [
+        ("logistic", (1, 28, 28), 10, 784 * 10 + 10),
+        ("mlp", (1, 28, 28), 10, 784 * 128 + 128 + 128 * 10 + 10),
+        ("cnn_mnist", (1, 28, 28), 10, CNN_MNIST),
+        ("cnn_cifar", (3, 32, 32), 10, CNN_CIFAR),
+        ("cnn_emnist", (1, 28, 28), 62, CNN_EMNIST),
+        ("resnet20", (3, 32, 32), 10, RESNET20),
+    ],
+)
+def test_sizes_as_published(name: str, shape: tuple[int, ...], classes: int, parameters: int) -> None:
+    module = model(name, shape, classes)
+    assert sum(p.numel() for p in module.parameters()) == parameters
+    assert module(torch.randn(3, *shape)).shape == (3, classes)
+
+
+def test_resnet20_is_the_usual_quarter_million() -> None:
+    assert RESNET20 == 269_722
+    assert len(RESNET_CONVOLUTIONS) + 1 == 20
+
+
+def test_resnet20_shortcuts_have_no_parameters_and_halve_the_image() -> None:
+    """With the residual branch silenced, a block passes every second pixel on and adds empty channels."""
+    block = model("resnet20", (3, 32, 32), 10).blocks[3]
+    for p in block.parameters():
+        nn.init.zeros_(p)
+    x = torch.rand(2, 16, 8, 8)
+    out = block(x)
+    assert torch.equal(out[:, :16], x[:, :, ::2, ::2])
+    assert out[:, 16:].abs().max() == 0
+
+
+def test_resnet20_with_group_norm_has_no_buffers() -> None:
+    group = model("resnet20", (3, 32, 32), 10, "model.norm=group")
+    assert list(group.buffers()) == []
+    assert sum(p.numel() for p in group.parameters()) == RESNET20
+    assert len(list(model("resnet20", (3, 32, 32), 10).buffers())) == 3 * 19
+
+
+def test_mlp_of_any_widths() -> None:
+    module = model("mlp", (5,), 3, "model.hidden=[7,4]")
+    assert [tuple(p.shape) for p in module.parameters()] == [(7, 5), (7,), (4, 7), (4,), (3, 4), (3,)]
+
+
+@pytest.mark.parametrize("name", ["cnn_mnist", "cnn_cifar", "cnn_emnist", "resnet20"])
+def test_networks_for_images_refuse_vectors(name: str) -> None:
+    with pytest.raises(InputError, match=f"model={name} needs images"):
+        experiment("dataset=synthetic", f"model={name}")
+
+
+def test_mnist5k_is_real_balanced_and_split() -> None:
+    data = mnist5k(standardize=True)
+    assert data.train_x.shape == (4000, 1, 28, 28)
+    assert data.test_x.shape == (1000, 1, 28, 28)
+    assert data.train_y.bincount().tolist() == [400] * 10
+    assert data.test_y.bincount().tolist() == [100] * 10
+    both = {x.numpy().tobytes() for x in torch.cat([data.train_x, data.test_x])}
+    assert len(both) == 5000, "no image twice, none in both parts"
+    assert data.train_x.dtype == torch.uint8
+
+
+def test_mixture_of_any_size() -> None:
+    data = mixture(train_samples=1003, test_samples=50, num_classes=4, features=6, separation=10.0, seed=0)
+    assert data.train_y.bincount().tolist() == [251, 251, 251, 250]
+    centres = torch.stack([data.train_x[data.train_y == c].mean(0) for c in range(4)])
+    assert torch.allclose(centres.norm(dim=1), torch.full((4,), 10.0), atol=0.3)
+    within = torch.cat([data.train_x[data.train_y == c] - centres[c] for c in range(4)])
+    assert within.std().item() == pytest.approx(1.0, abs=0.05)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def tiny_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four small files of MNIST's format, whose checksums are taken for the official ones."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    r = np.random.default_rng(0)
+    for prefix, n in (("train", 12), ("t10k", 5)):
+        write_idx(raw / f"{prefix}-images-idx3-ubyte", r.integers(0, 256, (n, 28, 28)))
+        write_idx(raw / f"{prefix}-labels-idx1-ubyte", np.arange(n) % 10)
+    monkeypatch.setattr(images, "MNIST_MD5", {name: md5(raw / name) for name in images.MNIST_MD5})
+    return tmp_path
+
+
+def test_mnist_from_files(tiny_mnist: Path) -> None:
+    data = images.mnist(str(tiny_mnist), standardize=False, augment=False)
+    first = np.random.default_rng(0).integers(0, 256, (12, 28, 28))[0]
+    assert np.array_equal(data.train_x[0, 0].numpy(), first)
+    assert data.train_y.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert data.test_x.shape == (5, 1, 28, 28)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_damaged_files_are_never_trained_on(tiny_mnist: Path, damage: str) -> None:
+    file = tiny_mnist / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    content = bytearray(file.read_bytes())
+    content[50] ^= 1
+    file.write_bytes({"truncate": bytes(content[:-100]), "flip": bytes(content), "empty": b""}[damage])
+    with pytest.raises(InputError, match="train-images-idx3-ubyte is damaged or another file"):
+        images.mnist(str(tiny_mnist), standardize=True, augment=False)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_missing_files_without_network_are_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        getattr(images, name)(str(tmp_path), standardize=True, augment=False)
+    assert f"dataset={name}" in str(error.value)
+    assert "data_dir=FOLDER" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.usefixtures("offline")
+def test_one_missing_file_is_noticed(tiny_mnist: Path) -> None:
+    (tiny_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(InputError, match="not found"):
+        images.mnist(str(tiny_mnist), standardize=True, augment=False)
+
+
+def test_cifar10_binary_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label byte, then the red, green and blue planes."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    r = np.random.default_rng(1)
+    planes = {name: r.integers(0, 256, (4, 3, 32, 32), dtype=np.uint8) for name in images.CIFAR10_BINARY_MD5}
+    for i, (name, x) in enumerate(planes.items()):
+        labels = np.full((4, 1), i, dtype=np.uint8)
+        (folder / name).write_bytes(np.hstack([labels, x.reshape(4, -1)]).tobytes())
+    monkeypatch.setattr(images, "CIFAR10_BINARY_MD5", {name: md5(folder / name) for name in planes})
+    data = images.cifar10(str(tmp_path), standardize=True, augment=True)
+    assert data.train_x.shape == (20, 3, 32, 32)
+    assert np.array_equal(data.train_x[4:8].numpy(), planes["data_batch_2.bin"])
+    assert data.train_y.tolist() == sorted([0, 1, 2, 3, 4] * 4)
+    assert data.test_y.tolist() == [5] * 4
+    assert data.augment
+
+
+def test_an_unchecked_pickle_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A python-version folder with wrong checksums is refused (it would be fetched again), not unpickled."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]:
+        (folder / name).write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="dataset=cifar10"):
+        images.cifar10(str(tmp_path), standardize=True, augment=False)
+    assert not (tmp_path / "owned").exists()

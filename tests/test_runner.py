@@ -1,0 +1,217 @@
+"""Identities and bookkeeping of whole rounds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference
+import torch
+from conftest import experiment, play, small
+from torch import nn
+
+from fedsim.runner import initial_state
+
+LONE = ("partition.num_clients=1", "participation.clients_per_round=1", "aggregator=fedavg")
+
+
+def test_one_client_with_server_rate_one_is_centralised_sgd() -> None:
+    """Three rounds of two epochs against torch's own module, loss and optimizer."""
+    exp = small("rounds=3", "client.epochs=2", "client_optimizer.weight_decay=0.01", "model=mlp", *LONE)
+    module = exp.task.module
+    module.load_state_dict(exp.task.initial_model().params)
+    state, _ = play(exp)
+    optimizer = torch.optim.SGD(module.parameters(), exp.client_optimizer.lr, weight_decay=0.01)
+    for r in range(3):
+        for x, y in exp.data.batches(r, 0, 2, 10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(state.model.params[name], p.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_one_client_with_batch_norm_is_centralised_sgd_buffers_included() -> None:
+    """At a small rate: at 0.1 this network amplifies a single rounding error a thousandfold within ten steps."""
+    exp = experiment("dataset=mnist5k", "model=cnn_cifar", "rounds=2", "client_optimizer.lr=0.001", *LONE)
+    data = replace(exp.data, split=replace(exp.data.split, offsets=np.array([0, 60]), held=np.array([10])))
+    exp = replace(exp, data=data, eval=replace(exp.eval, every=9, train=False), rounds=2)
+    module = exp.task.module
+    module.load_state_dict({**exp.task.initial_model().params, **exp.task.initial_model().buffers})
+    state, _ = play(exp)
+    module.train()
+    optimizer = torch.optim.SGD(module.parameters(), exp.client_optimizer.lr)
+    for r in range(2):
+        for x, y in exp.data.batches(r, 0, 1, 10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            optimizer.step()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(state.model.params[name], p.detach(), rtol=1e-4, atol=1e-6)
+    for name, b in module.named_buffers():
+        torch.testing.assert_close(state.model.buffers[name], b, rtol=1e-4, atol=1e-6)
+
+
+def test_fedprox_without_penalty_is_plain_training_bit_for_bit() -> None:
+    plain, prox = (play(small(c, "rounds=3", "client.epochs=2"))[0] for c in ("client=sgd", "client=fedprox"))
+    free = play(small("client=fedprox", "client.mu=0", "rounds=3", "client.epochs=2"))[0]
+    for name, p in plain.model.params.items():
+        assert torch.equal(p, free.model.params[name])
+        assert not torch.equal(p, prox.model.params[name])
+
+
+def test_fedprox_against_numpy() -> None:
+    exp = small("client=fedprox", "client.mu=0.7", "client.epochs=3", "rounds=1", *LONE)
+    initial = exp.task.initial_model().params
+    theta = {"W": initial["layers.0.weight"].numpy().astype(float), "b": initial["layers.0.bias"].numpy().astype(float)}
+    batches = [(x.numpy().astype(float), y.numpy()) for x, y in exp.data.batches(0, 0, 3, 10)]
+    expected = reference.sgd(theta, batches, lr=0.1, prox=0.7)
+    found = play(exp)[0].model.params
+    assert np.allclose(found["layers.0.weight"], expected["W"], atol=1e-5)
+    assert np.allclose(found["layers.0.bias"], expected["b"], atol=1e-5)
+
+
+def drifted(x: float, m: float, G: float, rate: float, steps: int) -> float:
+    """One round of the supplement's Sec. 9.5 with equal weights:
+    x' = x ((1 - 2 m rate)^K + 1)/2 + rate G/2 sum_{t<K} (1 - (1 - 2 m rate)^t)."""
+    shrink = 1 - 2 * m * rate
+    return x * (shrink**steps + 1) / 2 + rate * G / 2 * sum(1 - shrink**t for t in range(steps))
+
+
+@pytest.mark.parametrize(("m", "G", "rate", "samples"), [(1.0, 1.0, 0.1, 11), (0.5, 3.0, 0.05, 6), (2.0, 1.0, 0.02, 21)])
+def test_the_quadratic_drifts_where_the_supplement_says(m: float, G: float, rate: float, samples: int) -> None:
+    """Local steps pull FedAvg away from the optimum 0 to the fixed point of that recursion, round for round."""
+    exp = experiment(
+        *("dataset=quadratic", "aggregator=fedavg", "rounds=60", "seed=4"),
+        *(f"dataset.m={m}", f"dataset.G={G}", f"client_optimizer.lr={rate}", f"dataset.samples={samples}"),
+    )
+    steps = len(exp.data.split.training(0))
+    assert steps == samples - max(1, round(samples / 10))
+    x = 1.0
+    state = initial_state(exp)
+    for _ in range(60):
+        x = drifted(x, m, G, rate, steps)
+    final, rows = play(exp, state)
+    assert final.model.params["x"].item() == pytest.approx(x, rel=1e-4)
+    assert x > 0.05, "it stays away from the optimum"
+    assert rows[-1]["test/loss"] == pytest.approx(m * x * x / 2, rel=1e-3), "f = (f1 + f2)/2 = m x^2 / 2"
+    assert "test/accuracy" not in rows[-1]
+
+
+def test_the_quadratic_with_one_local_step_reaches_the_optimum() -> None:
+    one_step = ("client.batch_size=null", "rounds=200")
+    final, _ = play(experiment("dataset=quadratic", "aggregator=fedavg", *one_step))
+    assert abs(final.model.params["x"].item()) < 1e-6
+
+
+def test_methods_compared_under_one_seed_share_everything_random() -> None:
+    """Partition, cohorts, batches, initial weights: whatever the aggregator, client rule or optimizers."""
+    variants = [
+        ("aggregator=fedavg",),
+        ("aggregator=elastic",),
+        ("aggregator=fednnnn", "client=fedprox", "client_optimizer=adam", "server_optimizer=fedavgm"),
+    ]
+    exps = [small(*v, "partition.alpha=0.3", "client.epochs=2") for v in variants]
+    first = exps[0]
+    for exp in exps[1:]:
+        assert exp.data.split.fingerprint() == first.data.split.fingerprint()
+        for name, p in first.task.initial_model().params.items():
+            assert torch.equal(p, exp.task.initial_model().params[name])
+        for r in range(3):
+            assert exp.participation(exp.seed, r, 6) == first.participation(first.seed, r, 6)
+            for (x1, y1), (x2, y2) in zip(exp.data.batches(r, 1, 2, 10), first.data.batches(r, 1, 2, 10), strict=True):
+                assert torch.equal(x1, x2)
+                assert torch.equal(y1, y2)
+
+
+def test_global_random_state_is_neither_used_nor_needed() -> None:
+    exp = small("rounds=3")
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002 (disturbed on purpose)
+    first = play(exp)[1]
+    torch.manual_seed(2)
+    second = play(small("rounds=3"))[1]
+    drop = ("time/round_s",)
+    assert [{k: v for k, v in r.items() if k not in drop} for r in first] == [
+        {k: v for k, v in r.items() if k not in drop} for r in second
+    ]
+
+
+def test_seeds_change_cohorts_batches_and_weights() -> None:
+    one, two = small("seed=1"), small("seed=2")
+    assert one.data.split.fingerprint() != two.data.split.fingerprint()
+    assert [one.participation(1, r, 6) for r in range(8)] != [two.participation(2, r, 6) for r in range(8)]
+    assert not torch.equal(*(e.task.initial_model().params["layers.0.weight"] for e in (one, two)))
+
+
+def test_dropout_is_a_function_of_seed_round_and_client() -> None:
+    shared = ("dataset=mnist5k", "model=cnn_emnist", "partition.num_clients=200", "participation.clients_per_round=2")
+    runs = []
+    for disturbance in (1, 2):
+        torch.manual_seed(disturbance)
+        exp = experiment(*shared, "rounds=1", "eval.train=false")
+        runs.append(play(exp)[0].model.params)
+    for name, p in runs[0].items():
+        assert torch.equal(p, runs[1][name])
+    without = play(experiment(*shared, "rounds=1", "eval.train=false", "model.dropout=false"))[0].model.params
+    assert not torch.equal(runs[0]["0.weight"], without["0.weight"])
+
+
+@pytest.mark.parametrize(("aggregator", "up"), [("fedavg", 1), ("elastic", 2), ("fednnnn", 1)])
+def test_bytes_follow_the_papers_accounting(aggregator: str, up: int) -> None:
+    """Models a round and client, down + up: FedAvg 2, elastic 3. The linear model has 20 * 10 + 10 floats."""
+    _, (row,) = play(small(f"aggregator={aggregator}", "rounds=1"))
+    assert row["comm/down_bytes"] == 3 * 210 * 4
+    assert row["comm/up_bytes"] == up * 3 * 210 * 4
+
+
+def test_evaluation_every_k_rounds_and_after_the_last() -> None:
+    _, rows = play(small("rounds=5", "eval.every=2", "eval.train=true"))
+    assert [r["round"] for r in rows if "test/accuracy" in r] == [2, 4, 5]
+    assert [r["round"] for r in rows if "train/accuracy" in r] == [2, 4, 5]
+    assert all("client/loss" in r for r in rows)
+
+
+def test_evaluation_against_plain_torch() -> None:
+    """Accuracy and loss over the test set, and over all D_k (B_k left out), in uneven batches."""
+    exp = small("rounds=1", "eval.train=true", "eval.batch_size=7")
+    state, (row,) = play(exp)
+    data = exp.data.dataset
+    own = np.concatenate([exp.data.split.training(k) for k in range(6)])
+    w, b = state.model.params["layers.0.weight"], state.model.params["layers.0.bias"]
+    for name, x, y in (("test", data.test_x, data.test_y), ("train", data.train_x[own], data.train_y[own])):
+        logits = x @ w.T + b
+        assert row[f"{name}/accuracy"] == (logits.argmax(1) == y).sum().item() / len(y)
+        assert row[f"{name}/loss"] == pytest.approx(nn.functional.cross_entropy(logits, y).item(), rel=1e-5)
+
+
+def test_client_loss_is_the_weighted_mean_of_the_batches_losses() -> None:
+    """With a rate that moves nothing, it is the loss of the initial model over the cohort's data."""
+    exp = small("rounds=1", "client_optimizer.lr=1e-30", "partition.sigma=0.8")
+    model = exp.task.initial_model().params
+    clients = exp.participation(0, 0, 6)
+    own = np.concatenate([exp.data.split.training(k) for k in clients])
+    logits = exp.data.dataset.train_x[own] @ model["layers.0.weight"].T + model["layers.0.bias"]
+    expected = nn.functional.cross_entropy(logits, exp.data.dataset.train_y[own]).item()
+    assert play(exp)[1][0]["client/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_diverging_run_stops() -> None:
+    _, rows = play(small("rounds=50", "client_optimizer.lr=1e30", "model=mlp"))
+    assert len(rows) < 50
+    assert not np.isfinite(rows[-1]["client/loss"])
+
+
+def test_participation_counts_and_fractions() -> None:
+    whole = small("participation.clients_per_round=1.0")
+    assert list(whole.participation(0, 0, 6)) == list(range(6))
+    assert len(small("participation.clients_per_round=0.5").participation(0, 3, 6)) == 3
+    assert len(small("participation.clients_per_round=1").participation(0, 3, 6)) == 1
+    assert small("participation.clients_per_round=0.01").participation.count(6) == 1, "m = max(C K, 1)"
+
+
+def test_participation_is_uniform_without_replacement() -> None:
+    exp = small("participation.clients_per_round=2")
+    cohorts = [exp.participation(0, r, 6) for r in range(3000)]
+    assert all(len(set(c)) == 2 for c in cohorts)
+    counts = np.bincount(np.array(cohorts).ravel(), minlength=6)
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(3000 * (1 / 3) * (2 / 3))
