@@ -17,7 +17,6 @@ from fedsim.logger.base import Logger
 from fedsim.runner import Evaluate, Experiment
 from fedsim.task import Task
 
-
 GROUPS = (
     *("dataset", "partition", "model", "client", "client_optimizer", "schedule", "aggregator", "server_optimizer"),
     *("participation", "engine", "logger"),
@@ -70,7 +69,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     dataset = group(config, "dataset").to(where)
     with prefixed("partition"):
         split = partition(dataset.train_y.cpu().numpy(), config["seed"])
-    torch.manual_seed(rng.torch_seed(config["seed"], "init"))
+    rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
     with prefixed("model"):
         module = group(config, "model")(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
     return Experiment(

@@ -2,91 +2,96 @@
 
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedsim.check import InputError
 from fedsim.overrides import CONF, cell_name, explain, run_name
 
-BAD_INPUT, DIVERGED, EXIT_BY_SIGNAL = 2, 3, {"SIGINT": 130, "SIGTERM": 143}
+BAD_INPUT, DIVERGED, BY_SIGNAL = 2, 3, {"SIGINT": 130, "SIGTERM": 143}
 
-_typed: list[str] = []  # the overrides on the command line
-_summaries: dict[Path, dict[str, Any]] = {}  # of the runs this process played
-_exit_codes: list[int] = [0]
+
+@dataclass
+class Command:
+    """One invocation: what was typed, what its runs gave, and the worst way any of them ended."""
+
+    typed: list[str]
+    summaries: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    exit_code: int = 0
+
+    def play(self, cfg: DictConfig) -> None:
+        """One run: Hydra calls this once, or once for each job of a sweep."""
+        import torch
+
+        from fedsim import build, report
+        from fedsim.session import Request, execute
+
+        job = HydraConfig.get()
+        folder = Path(job.runtime.output_dir)
+        try:
+            config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+            build.check_root(config)
+            device = build.device(config["device"])
+            build.determinism(config["deterministic"], device)
+            choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
+            request = Request(folder, folder.name, config, choices, list(job.overrides.task), device)
+            summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
+        except (InputError, OmegaConfBaseException) as error:
+            self.complain(str(error))
+            if not any(folder.iterdir()):
+                folder.rmdir()  # Hydra made it; nothing was computed
+            return
+        except OSError as error:
+            self.complain(f"{folder}: {error.strerror or error}; what was computed is kept, the same command goes on")
+            return
+        except torch.OutOfMemoryError:
+            self.complain(f"device={device}: out of memory; smaller batches (client, eval) or another model need less")
+            return
+        self.summaries[folder] = summary
+        report.run(folder, summary, in_sweep=job.mode == RunMode.MULTIRUN)
+        if summary["status"] == "diverged":
+            self.exit_code = max(self.exit_code, DIVERGED)
+        if summary["status"] == "interrupted":
+            sys.exit(BY_SIGNAL[summary["signal"]])
+
+    def complain(self, message: str) -> None:
+        print(f"fedsim: error: {' '.join(message.split())}", file=sys.stderr)
+        self.exit_code = max(self.exit_code, BAD_INPUT)
 
 
 def main() -> None:
     """Run, sweep or explain; every way it can go wrong is one line and an exit code."""
-    _typed[:] = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-    register_resolvers()
+    command = Command([a for a in sys.argv[1:] if "=" in a and not a.startswith("-")])
+    register_resolvers(command.typed)
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors to us instead of printing them
     try:
-        _run()
+        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(command.play)()
     except (HydraException, OmegaConfBaseException) as error:
-        _complain(explain(error, _typed))
+        command.complain(explain(error, command.typed))
     except OSError as error:  # Hydra makes the run's folder before it calls us
-        _complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
+        command.complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
     except KeyboardInterrupt:
-        sys.exit(EXIT_BY_SIGNAL["SIGINT"])
-    if len(_summaries) > 1:
+        sys.exit(BY_SIGNAL["SIGINT"])
+    if len(command.summaries) > 1:
         from fedsim import report
 
-        report.compare(_summaries)
-    sys.exit(max(_exit_codes))
+        report.compare(command.summaries)
+    sys.exit(command.exit_code)
 
 
-def register_resolvers() -> None:
+def register_resolvers(typed: list[str]) -> None:
     """Folder names, for conf/config.yaml."""
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     # Cached, since Hydra resolves the sweep's folder again in every job.
-    OmegaConf.register_new_resolver("sweep_name", lambda: run_name(_typed), use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("cell_name", lambda job: cell_name(job, _typed), replace=True)
-
-
-@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-def _run(cfg: DictConfig) -> None:
-    """One run: Hydra calls this once, or once for each job of a sweep."""
-    from fedsim import build, report
-    from fedsim.session import Request, execute
-
-    choices = HydraConfig.get().runtime.choices
-    overrides = list(HydraConfig.get().overrides.task)
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
-        build.check_root(config)
-        where = build.device(config["device"])
-        build.determinism(config["deterministic"], where)
-        request = Request(
-            folder,
-            folder.name,
-            config,
-            {k: str(v) for k, v in choices.items() if not k.startswith("hydra/")},
-            overrides,
-            where,
-        )
-        summary = execute(request, lambda: build.experiment(config, where), build.loggers(config))
-    except (InputError, OmegaConfBaseException, OSError) as error:
-        _complain(str(error))
-        if not any(folder.iterdir()):
-            folder.rmdir()  # Hydra made it; nothing was computed
-        return
-    _summaries[folder] = summary
-    report.run(folder, summary)
-    if summary["status"] == "diverged":
-        _exit_codes.append(DIVERGED)
-    if summary["status"] == "interrupted":
-        sys.exit(EXIT_BY_SIGNAL[summary["signal"]])
-
-
-def _complain(message: str) -> None:
-    print(f"fedsim: error: {' '.join(message.split())}", file=sys.stderr)
-    _exit_codes.append(BAD_INPUT)
+    OmegaConf.register_new_resolver("sweep_name", lambda: run_name(typed), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("cell_name", lambda job: cell_name(job, typed), replace=True)

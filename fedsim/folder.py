@@ -62,9 +62,10 @@ class RunFolder:
         if (self.path / "metrics.csv").exists():  # otherwise nothing was computed here yet
             differing = differences(yaml.safe_load((self.path / "config.yaml").read_text()), config)
             if differing:
+                horizon = any(d.startswith("schedule.rounds:") for d in differing)
                 raise check.InputError(
-                    f"{self.path} was made by another config ({'; '.join(differing)}); "
-                    "choose another hydra.run.dir, or overwrite=true"
+                    f"{self.path} was made by another config ({'; '.join(differing)}); choose another hydra.run.dir, "
+                    f"or overwrite=true{', or give the old schedule.rounds to go on' if horizon else ''}"
                 )
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 

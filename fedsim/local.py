@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.types import State, Tree, Work
+from fedsim.types import Context, State, Tree, Work
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,17 @@ def train(work: Work, client: int) -> LocalResult:
     if work.probe is not None:
         measured = work.probe(work.task, work.model, work.data.sensitivity_batches(client, rule.batch_size))
 
-    # Dropout draws from torch's own generator: setting it here makes the draws a function of (seed, round, client).
-    torch.manual_seed(rng.torch_seed(work.seed, "dropout", work.round, client))
-    anchor = params = work.model.params
+    params, context = work.model.params, Context(anchor=work.model.params)
     buffers = {n: b.clone() for n, b in work.model.buffers.items()}
     state = work.states.get(client)
     if state is None:
         state = optimizer.init(params)
-    loss_sum, seen = torch.zeros((), device=next(iter(params.values())).device), 0
+    device = next(iter(params.values())).device
+    # Dropout draws from the device's own generator: set here, its draws are a function of (seed, round, client).
+    rng.seed_torch(device, work.seed, "dropout", work.round, client)
+    loss_sum, seen = torch.zeros((), device=device), 0
     for batch in work.data.batches(work.round, client, rule.epochs, rule.batch_size):
-        grads, loss = rule.gradient(work.task, params, buffers, batch, anchor)
+        grads, loss = rule.gradient(work.task, params, buffers, batch, context)
         params, state = optimizer.step(params, grads, state, work.lr)
         loss_sum += loss * len(batch[1])
         seen += len(batch[1])

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """Inside the package when installed from a wheel, beside it in a checkout."""
 
-UNNAMED = ("rounds", "device", "data_dir", "overwrite", "checkpoint", "logger", "hydra")
+UNNAMED = r"[+~]*(rounds|schedule\.rounds|device|data_dir|overwrite|checkpoint|logger|hydra)(?=[.=@]|$)"
 """Keys that do not name a run: the same command with another `rounds` continues it."""
 
 LONGEST_NAME = 120
@@ -26,12 +26,13 @@ LONGEST_NAME = 120
 
 def run_name(overrides: Iterable[str]) -> str:
     """The folder of a run or a sweep, from the overrides that make it what it is: same command, same folder."""
-    return _folder_name(o for o in overrides if re.split(r"[.=@]", o.lstrip("+~"))[0] not in UNNAMED)
+    return _folder_name(o for o in overrides if not re.match(UNNAMED, o))
 
 
 def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:
-    """The folder of one job within its sweep's: what the sweep added to what was typed."""
-    return _folder_name(o for o in job if o not in typed)
+    """The folder of one job within its sweep's: what the sweep chose, not what was typed with a single value."""
+    fixed = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(typed)) if not o.is_sweep_override()}
+    return _folder_name(o for o in job if o.lstrip("+~").partition("=")[0] not in fixed)
 
 
 def _folder_name(overrides: Iterable[str]) -> str:

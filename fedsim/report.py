@@ -1,6 +1,7 @@
 """What is printed when runs end: a table of a run's result, or of a sweep's."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,21 @@ from rich.table import Table
 
 from fedsim import plots
 
+LAST = "test_accuracy_last"
 COLUMNS = {
-    "last": "test_accuracy_last",
+    "last": LAST,
     "best": "test_accuracy_best",
     "mean last 10": "test_accuracy_mean_last_10",
 }
 
 
-def run(folder: Path, summary: Mapping[str, Any]) -> None:
-    """One run's result and where its files are."""
+def run(folder: Path, summary: Mapping[str, Any], in_sweep: bool) -> None:
+    """One run's result and where its files are; in a sweep a line, since the table of all comes at the end."""
+    console = _console()
+    if in_sweep:
+        accuracy = f", test accuracy {_percent(summary[LAST])}" if LAST in summary else ""
+        console.print(f"{summary['name']}: {summary.get('note', summary['status'])}{accuracy}", markup=False)
+        return
     table = Table(title=f"{summary['name']}: {summary['status']}", title_justify="left", show_header=False)
     for title, key in COLUMNS.items():
         if key in summary:
@@ -30,7 +37,6 @@ def run(folder: Path, summary: Mapping[str, Any]) -> None:
         table.add_row("test loss, last", f"{summary['test_loss_last']:.4f}")
     table.add_row("rounds", str(summary["rounds"]))
     table.add_row("wall time", f"{summary['wall_time_s']:.1f} s")
-    console = Console()
     console.print(table)
     if "note" in summary:
         console.print(summary["note"])
@@ -41,7 +47,7 @@ def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
     """Several runs beside each other; the same as comparison.csv and comparison.png in the folder above them."""
     above = Path(os.path.commonpath([folder.parent for folder in summaries]))
     table = Table(title=f"{len(summaries)} runs", title_justify="left")
-    table.add_column("run", overflow="fold", ratio=1, min_width=20)
+    table.add_column("run", overflow="fold")
     for title in ("status", "rounds", *COLUMNS, "seconds"):
         table.add_column(title, justify="right")
     rows, curves = [], {}
@@ -52,9 +58,14 @@ def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
         curves[s["name"]] = pd.read_csv(folder / "metrics.csv", dtype=float)
     pd.DataFrame(rows).to_csv(above / "comparison.csv", index=False)
     plots.comparison(above / "comparison.png", curves)
-    console = Console()
+    console = _console()
     console.print(table)
     console.print(f"files: {_shown(above)}  (comparison.png, comparison.csv, a folder a run)", soft_wrap=True)
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for a table of runs where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def _percent(value: float) -> str:

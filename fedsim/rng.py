@@ -7,6 +7,7 @@ the same partition, cohorts, batches and initial weights.
 import hashlib
 
 import numpy as np
+import torch
 
 Rng = np.random.RandomState
 
@@ -25,9 +26,18 @@ def generator(seed: int, purpose: str, *ids: int) -> Rng:
     return Rng(np.random.Philox(key=_key(seed, purpose, ids)))
 
 
-def torch_seed(seed: int, purpose: str, *ids: int) -> int:
-    """A seed for torch's own generators: weight initialisation and dropout draw from nothing else."""
-    return _key(seed, purpose, ids) % 2**63
+def seed_torch(device: torch.device, seed: int, purpose: str, *ids: int) -> None:
+    """Set a device's own generator, which weight initialisation and dropout draw from.
+
+    Not torch.manual_seed: where CUDA is installed but absent, that formats a stack trace and keeps it, at every call.
+    """
+    key = _key(seed, purpose, ids) % 2**63
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    elif device.type == "mps":
+        torch.mps.manual_seed(key)
+    else:
+        torch.default_generator.manual_seed(key)
 
 
 def sample(rng: Rng, population: int, size: int) -> np.ndarray:

@@ -27,6 +27,8 @@ class Task:
     def __init__(self, module: nn.Module, dataset: Dataset) -> None:
         self.module = module
         self.layers = Layers.of(module)
+        names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+        self._shares_weights = len(names) > len(self.layers.names)
         self.classification = dataset.classification
 
     def initial_model(self) -> Model:
@@ -39,7 +41,9 @@ class Task:
         """F(theta; x). In training mode `buffers` are updated in place: hand in the client's own copy."""
         if self.module.training != train:
             self.module.train(train)
-        return functional_call(self.module, (params, buffers), (x,))  # type: ignore[no-any-return]
+        return functional_call(  # type: ignore[no-any-return]
+            self.module, (params, buffers), (x,), tie_weights=self._shares_weights
+        )
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """One loss for each sample."""

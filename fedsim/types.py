@@ -50,6 +50,14 @@ class Schedule(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Context:
+    """What a client rule may look at beside its own parameters and batch."""
+
+    anchor: Tree
+    """The broadcast model's parameters."""
+
+
 class Client(Protocol):
     """The local algorithm: a gradient oracle. The loop over batches is written once, in `local.py`.
 
@@ -60,8 +68,10 @@ class Client(Protocol):
     def epochs(self) -> int: ...
     @property
     def batch_size(self) -> int | None: ...
-    def gradient(self, task: "Task", params: Tree, buffers: Tree, batch: Batch, anchor: Tree) -> tuple[Tree, Tensor]:
-        """(direction to descend, loss) at `params`; `anchor` is the broadcast model's parameters."""
+    def gradient(
+        self, task: "Task", params: Tree, buffers: Tree, batch: Batch, context: Context
+    ) -> tuple[Tree, Tensor]:
+        """(direction to descend, loss) at `params`."""
         ...
 
 

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 def config(*overrides: str) -> dict[str, Any]:
     """The resolved configuration of a command line."""
-    register_resolvers()
+    register_resolvers([])
     with initialize_config_dir(str(CONF), version_base="1.3"):
         resolved = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(resolved, dict)

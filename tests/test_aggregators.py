@@ -72,7 +72,9 @@ def test_n_and_e_by_layer_and_part() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    updates=arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.floats(-1e3, 1e3, width=32)),
+    updates=arrays(
+        np.float32, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.floats(-1e3, 1e3, width=32)
+    ),
     seed=st.integers(0, 1000),
 )
 def test_n_never_exceeds_e(updates: np.ndarray, seed: int) -> None:

@@ -117,9 +117,7 @@ def test_the_maximum_is_taken_in_the_layer() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    omega=arrays(np.float32, st.integers(1, 20), elements=st.floats(0, 1e6, width=32)), tau=st.floats(0, 1)
-)
+@given(omega=arrays(np.float32, st.integers(1, 20), elements=st.floats(0, 1e6, width=32)), tau=st.floats(0, 1))
 def test_zeta_lies_between_tau_and_one_plus_tau(omega: np.ndarray, tau: float) -> None:
     zeta = elastic(tau=tau).zeta({"w": torch.from_numpy(omega)})["w"]
     assert zeta.min() >= tau - 1e-6
@@ -145,9 +143,7 @@ def test_one_scalar_model_takes_tau_of_the_naive_step() -> None:
 
 
 def work_of(exp, state) -> Work:
-    return Work(
-        exp.task, exp.data, exp.client, exp.client_optimizer, exp.aggregator.probe, state.model, 0.1, 0, 0, {}
-    )
+    return Work(exp.task, exp.data, exp.client, exp.client_optimizer, exp.aggregator.probe, state.model, 0.1, 0, 0, {})
 
 
 def test_sensitivities_do_not_use_labels() -> None:

@@ -23,9 +23,7 @@ def common(num_clients: int, sigma: float = 0.0, power: float = 0.0, fraction: f
 
 
 def everything(split: Split) -> np.ndarray:
-    return np.concatenate(
-        [np.concatenate([split.training(k), split.sensitivity(k)]) for k in range(split.num_clients)]
-    )
+    return np.concatenate([np.concatenate([split.training(k), split.sensitivity(k)]) for k in range(split.num_clients)])
 
 
 def label_sets(split: Split, labels: np.ndarray) -> list[set[int]]:

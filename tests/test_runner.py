@@ -77,7 +77,9 @@ def drifted(x: float, m: float, G: float, rate: float, steps: int) -> float:
     return x * (shrink**steps + 1) / 2 + rate * G / 2 * sum(1 - shrink**t for t in range(steps))
 
 
-@pytest.mark.parametrize(("m", "G", "rate", "samples"), [(1.0, 1.0, 0.1, 11), (0.5, 3.0, 0.05, 6), (2.0, 1.0, 0.02, 21)])
+@pytest.mark.parametrize(
+    ("m", "G", "rate", "samples"), [(1.0, 1.0, 0.1, 11), (0.5, 3.0, 0.05, 6), (2.0, 1.0, 0.02, 21)]
+)
 def test_the_quadratic_drifts_where_the_supplement_says(m: float, G: float, rate: float, samples: int) -> None:
     """Local steps pull FedAvg away from the optimum 0 to the fixed point of that recursion, round for round."""
     exp = experiment(

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim import check
 from fedsim.client.sgd import Sgd
 from fedsim.task import Task
-from fedsim.types import Batch, Tree
+from fedsim.types import Batch, Context, Tree
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class FedProx(Sgd):
         super().__post_init__()
         check.number("mu", self.mu, ge=0)
 
-    def gradient(self, task: Task, params: Tree, buffers: Tree, batch: Batch, anchor: Tree) -> tuple[Tree, Tensor]:
+    def gradient(self, task: Task, params: Tree, buffers: Tree, batch: Batch, context: Context) -> tuple[Tree, Tensor]:
         grads, loss = task.gradient(params, buffers, batch)
-        return {n: g + self.mu * (params[n] - anchor[n]) for n, g in grads.items()}, loss
+        return {n: g + self.mu * (params[n] - context.anchor[n]) for n, g in grads.items()}, loss

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fedsim import check
 from fedsim.task import Task
-from fedsim.types import Batch, Tree
+from fedsim.types import Batch, Context, Tree
 
 
 @dataclass(frozen=True)
@@ -19,5 +19,5 @@ class Sgd:
         if self.batch_size is not None:
             check.integer("batch_size", self.batch_size, ge=1)
 
-    def gradient(self, task: Task, params: Tree, buffers: Tree, batch: Batch, anchor: Tree) -> tuple[Tree, Tensor]:
+    def gradient(self, task: Task, params: Tree, buffers: Tree, batch: Batch, context: Context) -> tuple[Tree, Tensor]:
         return task.gradient(params, buffers, batch)

@@ -24,6 +24,8 @@ class Console:
     def open(self, run: RunInfo) -> None:
         self._rounds, self._shown = run.rounds, ""
         self._accuracy: float | None = None
+        again = f", going on after round {run.start}" if run.start else ""
+        self._terminal.print(f"{run.name}: {run.rounds} rounds{again}", markup=False, soft_wrap=True)
         if not self._terminal.is_terminal:
             return
         self._progress = Progress(

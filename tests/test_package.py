@@ -1,0 +1,158 @@
+"""The built wheel, installed elsewhere; the configuration; and what the documents promise."""
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from conftest import config, environment, experiment
+
+from fedsim.metrics import LAYER_METRICS, METRICS
+from fedsim.overrides import CONF, LONGEST_NAME, cell_name, run_name
+
+ROOT = Path(__file__).resolve().parents[1]
+CHOICES = sorted(
+    (group.name, choice.relative_to(group).with_suffix("").as_posix())
+    for group in CONF.iterdir()
+    if group.is_dir()
+    for choice in group.rglob("*.yaml")
+)
+
+
+def test_the_wheel_runs_in_another_environment_and_folder(tmp_path: Path) -> None:
+    """Built without the network, installed into a virtual environment of its own that borrows only dependencies."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*build, "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("fedsim_lab-*.whl")
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*install, str(wheel)], check=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    where = subprocess.run(
+        [python, "-c", "import fedsim; print(fedsim.__file__)"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=elsewhere,
+    )
+    assert where.stdout.startswith(str(venv)), "not the checkout"
+    run = subprocess.run(
+        [venv / "bin" / "fedsim", "rounds=1", "dataset=synthetic"],
+        cwd=elsewhere,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert (elsewhere / "outputs" / "dataset=synthetic" / "metrics.csv").exists()
+    assert "elastic" in subprocess.run([venv / "bin" / "fedsim", "--help"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_is_documented_and_composes(group: str, choice: str) -> None:
+    text = (CONF / group / f"{choice}.yaml").read_text()
+    lines = [line for line in text.splitlines() if line != "# @package _global_"]
+    assert lines[0].startswith("# "), "the first line says what it is"
+    value = f"[{choice}]" if group == "logger" else choice
+    assert config(f"{group}={value}")["rounds"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [c for c in CHOICES if c[0] not in ("experiment", "logger") and c[1] not in ("mnist", "fashion_mnist", "cifar10")],
+)
+def test_every_choice_builds(group: str, choice: str) -> None:
+    images = ["dataset=mnist5k"] if choice.startswith(("cnn", "resnet")) else []
+    quadratic = ["dataset=quadratic"] if choice == "quadratic" else []
+    few = ["partition.num_clients=20"] if choice not in ("quadratic",) else []
+    assert experiment(f"{group}={choice}", *images, *quadratic, *few).rounds >= 1
+
+
+def test_adaptive_optimizers_keep_their_own_rate_with_every_dataset() -> None:
+    assert config("dataset=cifar10", "client_optimizer=adam")["client_optimizer"]["lr"] == 0.001
+    assert config("dataset=cifar10", "client_optimizer=nesterov")["client_optimizer"]["lr"] == 0.05
+    assert config("dataset=cifar10", "model=cnn_cifar")["model"]["_target_"].endswith("CnnCifar")
+
+
+def test_run_names() -> None:
+    assert run_name([]) == "default"
+    assert (
+        run_name(["rounds=3", "logger=[csv,wandb]", "+checkpoint.every=2", "hydra.run.dir=x", "device=cpu"])
+        == "default"
+    )
+    assert run_name(["seed=1", "aggregator=elastic"]) == run_name(["aggregator=elastic", "seed=1", "schedule.rounds=9"])
+    assert run_name(["roundsize=3"]) == "roundsize=3"
+    assert run_name(["model.hidden=[64, 32]"]) == "model.hidden=-64,-32"
+    assert "/" not in run_name(["experiment=elastic/table3", "dataset.data_dir=/a/../b"])
+    long = [run_name([f"a{'x' * 300}={i}"]) for i in range(2)]
+    assert len(set(long)) == 2
+    assert all(len(name) <= LONGEST_NAME for name in long)
+    assert cell_name(["a=True", "rounds=5", "b=2"], typed=["a=true", "b=2,3"]) == "b=2,rounds=5"
+
+
+def test_the_readme_lists_every_group_choice_and_metric() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for group, choice in CHOICES:
+        row = next((line for line in readme.splitlines() if line.startswith(f"| `{group}` |")), "")
+        assert f"`{choice}`" in row, f"{group}={choice} is not in README's table of groups"
+    for name in {*METRICS, *LAYER_METRICS}:
+        assert f"`{name}`" in readme, f"{name} is not in README's tables of metrics"
+
+
+def test_every_key_of_the_readme_exists() -> None:
+    """Commands shown in README and CONTRIBUTING compose."""
+    for document in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / document).read_text()
+        for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, flags=re.DOTALL):
+            for command in re.findall(r"^(?:\$ )?fedsim (.*?)(?:\s+#.*)?$", block, flags=re.MULTILINE):
+                words = [w for w in command.split() if "=" in w]
+                first = [re.sub(r"=([^\[,]+),.*", r"=\1", w) for w in words]
+                assert config(*first)["rounds"] >= 1, command
+
+
+def test_the_documented_keys_are_there() -> None:
+    """Keys that users and scripts rely on."""
+    default = config()
+    for key in (
+        *("rounds", "seed", "device", "participation.clients_per_round", "partition.num_clients", "partition.alpha"),
+        *("partition.sigma", "client.epochs", "client.batch_size", "client_optimizer.lr", "aggregator.tau"),
+        *("aggregator.mu", "aggregator.weighting", "eval.every", "eval.train"),
+    ):
+        node = default
+        for part in key.split("."):
+            node = node[part]
+    fednnnn = config("aggregator=fednnnn")["aggregator"]
+    assert {"beta", "gamma", "weighting"} <= fednnnn.keys()
+
+
+def test_no_module_below_the_command_reads_configuration() -> None:
+    """Hydra and OmegaConf belong to cli, build and overrides; W&B and TensorBoard to their loggers."""
+    allowed = {"cli.py", "build.py", "overrides.py"}
+    for file in (ROOT / "fedsim").rglob("*.py"):
+        text = file.read_text()
+        imported = set(re.findall(r"^\s*(?:from|import) (hydra|omegaconf|wandb)", text, flags=re.MULTILINE))
+        if imported & {"hydra", "omegaconf"}:
+            assert file.name in allowed, file
+        if "wandb" in imported:
+            assert file.relative_to(ROOT).as_posix() == "fedsim/logger/wandb.py"
+
+
+def test_the_installed_distribution() -> None:
+    from importlib.metadata import version
+
+    from fedsim import __version__
+
+    assert version("fedsim-lab") == __version__
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
