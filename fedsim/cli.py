@@ -80,8 +80,8 @@ def main() -> None:
         command.complain(explain(error, command.typed))
     except OSError as error:  # Hydra makes the run's folder before it calls us
         command.complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
-    except KeyboardInterrupt:
-        sys.exit(BY_SIGNAL["SIGINT"])
+    except KeyboardInterrupt as interrupt:  # before the first round: there is nothing to keep
+        sys.exit(BY_SIGNAL[str(interrupt) or "SIGINT"])
     if len(command.summaries) > 1:
         from fedsim import report
 

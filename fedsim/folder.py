@@ -46,7 +46,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not (self.path / "metrics.csv").exists():  # refused before anything was computed: leave no trace
+        if not self._started():  # refused before anything was computed: leave no trace
             for name in ("config.yaml", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
         self._lock.release()
@@ -59,8 +59,8 @@ class RunFolder:
         if overwrite:
             for name in FILES:
                 (self.path / name).unlink(missing_ok=True)
-        if (self.path / "metrics.csv").exists():  # otherwise nothing was computed here yet
-            differing = differences(yaml.safe_load((self.path / "config.yaml").read_text()), config)
+        if self._started():
+            differing = differences(self._stored_config(), config)
             if differing:
                 horizon = any(d.startswith("schedule.rounds:") for d in differing)
                 raise check.InputError(
@@ -69,13 +69,26 @@ class RunFolder:
                 )
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 
-    def summary(self) -> dict[str, Any]:
-        """What the last process to write here said of the run; empty for a new folder."""
+    def _started(self) -> bool:
+        return any((self.path / name).exists() for name in ("metrics.csv", "checkpoint.pt"))
+
+    def _stored_config(self) -> dict[str, Any]:
+        path = self.path / "config.yaml"
         try:
-            content: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
-        except FileNotFoundError:
-            return {}
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, UnicodeDecodeError, yaml.YAMLError):
+            content = None
+        if not isinstance(content, dict):
+            raise check.InputError(f"{path} is missing or damaged; overwrite=true starts the run again")
         return content
+
+    def summary(self) -> dict[str, Any]:
+        """What the last process to write here said of the run; empty for a new folder, or where that is lost."""
+        try:
+            content = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
         write_atomically(self.path / "summary.json", json.dumps(content, indent=2) + "\n")
@@ -130,7 +143,7 @@ def versions() -> dict[str, str]:
 
 def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as stream:
+    with temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -41,5 +41,5 @@ LAYER_METRICS = {
 EVALUATED = ("test/", "train/", "sent/")
 """Metrics of evaluation rounds only (eval.every); blank in between."""
 
-LOSSES = ("client/loss", "test/loss", "train/loss")
+FINITE = ("client/loss", "test/loss", "train/loss", "norm/N_server")
 """A run diverges when one of these is no longer a finite number."""

@@ -101,7 +101,11 @@ def _nearest(name: str, valid: Sequence[str]) -> str:
 def _elsewhere(key: str) -> str:
     """A key that another choice of the same group has (aggregator.tau with aggregator=fedavg)."""
     group, _, rest = key.partition(".")
-    owners = [p.stem for p in sorted((CONF / group).glob("*.yaml")) if rest in (yaml.safe_load(p.read_text()) or {})]
+    owners = [
+        p.stem
+        for p in sorted((CONF / group).glob("*.yaml"))
+        if rest in (yaml.safe_load(p.read_text(encoding="utf-8")) or {})
+    ]
     return f" ({key} belongs to {group}={','.join(owners)})" if rest and owners else ""
 
 

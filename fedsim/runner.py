@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from fedsim import check
+from fedsim.cohort import Cohort
 from fedsim.data import FederatedData
-from fedsim.metrics import LOSSES
+from fedsim.metrics import FINITE
 from fedsim.task import Evaluation, Task
 from fedsim.types import (
     Aggregator,
     Client,
     ClientOptimizer,
+    Direction,
     Engine,
     Model,
     Optimizer,
@@ -99,56 +101,62 @@ def run(exp: Experiment, state: RunState, after_round: Callable[[RunState, Row, 
 
 
 def diverged(row: Row) -> bool:
-    return any(not math.isfinite(row[name]) for name in LOSSES if name in row)
+    return any(not math.isfinite(row[name]) for name in FINITE if name in row)
 
 
 def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     """One round: sample, train, aggregate, step, measure."""
-    started = time.perf_counter()
-    task, layers, round, old = exp.task, exp.task.layers, state.round, state.model
+    started, round, old = time.perf_counter(), state.round, state.model
     clients = exp.participation(exp.seed, round, exp.data.split.num_clients)
-    lr = exp.schedule(exp.client_optimizer.lr, round)
     work = Work(
-        task,
-        exp.data,
-        exp.client,
-        exp.client_optimizer,
-        exp.aggregator.probe,
-        old,
-        lr,
-        exp.seed,
-        round,
-        state.clients,
+        task=exp.task,
+        data=exp.data,
+        client=exp.client,
+        optimizer=exp.client_optimizer,
+        probe=exp.aggregator.probe,
+        model=old,
+        lr=exp.schedule(exp.client_optimizer.lr, round),
+        seed=exp.seed,
+        round=round,
+        states=state.clients,
     )
     cohort = exp.engine(work, clients, weights(exp, clients))
     direction = exp.aggregator.direction(cohort, state.aggregator)
     params, server = exp.server_optimizer.step(old.params, direction.tree, state.server, exp.server_optimizer.lr)
     model = Model(params, cohort.buffers)
 
-    moved = layers.norms({n: p - old.params[n] for n, p in params.items()})
-    norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
-    values = {"client/loss": cohort.loss} | direction.metrics
-    for i, part in enumerate(layers.parts, start=len(layers.names)):
-        values |= {f"norm/{name}" + ("" if part == "all" else f"_{part}"): norm[i] for name, norm in norms.items()}
-    evaluations: dict[str, Evaluation] = {}
-    if (round + 1) % exp.eval.every == 0 or round + 1 == exp.rounds:
-        averaged = Model({n: p - cohort.delta[n] for n, p in old.params.items()}, cohort.buffers)
-        evaluations = evaluate(exp, model, averaged)
-    table = {name: norm[: len(layers.names)] for name, norm in norms.items()} | direction.layers
-
-    row, layer_rows = fetch(values, evaluations, table)
-    row["round"] = round + 1
-    row["client_lr"] = lr
-    if row["norm/E"] > 0:
-        row["norm/N_over_E"] = row["norm/N"] / row["norm/E"]
-    integrated = state.norm_integrated + row["norm/N_server"]
-    row["norm/N_integrated"] = integrated
+    row, layer_rows = measure(exp, state, cohort, direction, model)
     size = sum(t.numel() * t.element_size() for t in (*params.values(), *cohort.buffers.values()))
+    row["client_lr"] = work.lr
     row["comm/down_bytes"] = size * len(clients)
     row["comm/up_bytes"] = size * len(clients) * exp.aggregator.uploads
     row["time/round_s"] = time.perf_counter() - started
     kept = {**state.clients, **cohort.states} if cohort.states else state.clients
-    return RunState(round + 1, model, direction.state, server, kept, integrated), row, layer_rows
+    return RunState(round + 1, model, direction.state, server, kept, row["norm/N_integrated"]), row, layer_rows
+
+
+def measure(
+    exp: Experiment, state: RunState, cohort: Cohort, direction: Direction, model: Model
+) -> tuple[Row, LayerRows]:
+    """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
+    layers, old = exp.task.layers, state.model.params
+    moved = layers.norms({n: p - old[n] for n, p in model.params.items()})
+    norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
+    values = {"client/loss": cohort.loss} | direction.metrics
+    for i, part in enumerate(layers.parts, start=len(layers.names)):
+        values |= {f"norm/{name}" + ("" if part == "all" else f"_{part}"): norm[i] for name, norm in norms.items()}
+    table = {name: norm[: len(layers.names)] for name, norm in norms.items()} | direction.layers
+    evaluations: dict[str, Evaluation] = {}
+    if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
+        averaged = Model({n: p - cohort.delta[n] for n, p in old.items()}, cohort.buffers)
+        evaluations = evaluate(exp, model, averaged)
+
+    row, layer_rows = fetch(values, evaluations, table)
+    row["round"] = state.round + 1
+    if row["norm/E"] > 0:
+        row["norm/N_over_E"] = row["norm/N"] / row["norm/E"]
+    row["norm/N_integrated"] = state.norm_integrated + row["norm/N_server"]
+    return row, layer_rows
 
 
 def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:

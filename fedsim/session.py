@@ -1,10 +1,9 @@
 """A run from the first look at its folder to the last picture in it: resume, interruption, divergence, summary."""
 
-import hashlib
-import json
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from fedsim import checkpoint, plots
-from fedsim.folder import VOLATILE, RunFolder, accuracies, versions
+from fedsim.folder import RunFolder, accuracies, versions
 from fedsim.logger.base import Logger, RunInfo
 from fedsim.logger.console import Console
 from fedsim.logger.csv import Csv
@@ -53,54 +52,66 @@ class Session:
 
     def __init__(self, request: Request, folder: RunFolder, exp: Experiment, loggers: Sequence[Logger]) -> None:
         self.request, self.folder, self.exp = request, folder, exp
-        self.csv = Csv(exp.task.layers, exp.eval.every)
-        self.loggers: list[Logger] = [self.csv, *loggers, Console()]
-        self.checkpoint = folder / "checkpoint.pt"
+        self.id = folder.summary().get("id") or uuid.uuid4().hex[:12]
         self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
+        self.checkpoint = folder / "checkpoint.pt"
         if self.checkpoint.exists():
             self.state, self.elapsed_before = checkpoint.load(self.checkpoint, request.device)
+        self.csv = Csv(exp.task.layers, exp.eval.every)
+        self.loggers: list[Logger] = [
+            *loggers,
+            self.csv,
+            Console(),
+        ]  # W&B may refuse: first, before anything is written
 
     def play(self) -> Summary:
-        split, labels = self.exp.data.split, self.exp.data.dataset.train_y.cpu().numpy()
-        title = f"{self.request.choices['partition']}, {split.num_clients} clients ({split.fingerprint()})"
-        plots.partition(self.folder / "partition.png", split, labels, title)
-        info = RunInfo(
-            self.request.folder,
-            self.request.name,
-            self._id(),
-            self.request.config,
-            self.exp.rounds,
-            self.state.round,
-        )
+        with ExitStack() as stack:
+            for logger in self.loggers:
+                stack.callback(logger.close)
+                logger.open(self._info())
+            return self._play()
+
+    def _play(self) -> Summary:
+        """From here on the folder is this run's, and whatever happens it is left complete."""
         status = "failed"
         try:
-            with ExitStack() as stack:
-                for logger in self.loggers:
-                    stack.callback(logger.close)
-                    logger.open(info)
-                self._write_summary("running")
-                run(self.exp, self.state, self._after_round)
-            status = "finished" if self.state.round == self.exp.rounds else "diverged"
+            self._draw_partition()
+            self._write_summary("running")
+            run(self.exp, self.state, self._after_round)
+            status = "finished" if self._complete() else "diverged"
         except KeyboardInterrupt as interrupt:
-            status = "interrupted"
-            with ignoring_signals():
-                self.csv.rewind(self.state.round)
-                checkpoint.save(self.checkpoint, self.state, self._elapsed())
-            return self._finish(status) | {"signal": str(interrupt) or "SIGINT"}
+            status = "finished" if self._complete() else "interrupted"
+            if status == "interrupted":
+                with ignoring_signals():
+                    self.csv.rewind(self.state.round)
+                    checkpoint.save(self.checkpoint, self.state, self._elapsed())
+                    return self._finish(status) | {"signal": str(interrupt) or "SIGINT"}
         finally:
             if status == "failed":
                 self._finish(status)
         return self._finish(status)
+
+    def _complete(self) -> bool:
+        return self.state.round >= self.exp.rounds
 
     def _after_round(self, state: RunState, row: Row, layers: LayerRows) -> None:
         for logger in self.loggers:
             logger.log(row, layers)
         if diverged(row):
             return  # the row is kept; the state stays at the last good round
-        self.state = state
         if state.round % self.request.config["checkpoint"]["every"] == 0 or state.round == self.exp.rounds:
             self.csv.sync()
             checkpoint.save(self.checkpoint, state, self._elapsed())
+        self.state = state
+
+    def _info(self) -> RunInfo:
+        request = self.request
+        return RunInfo(request.folder, request.name, self.id, request.config, self.exp.rounds, self.state.round)
+
+    def _draw_partition(self) -> None:
+        split, labels = self.exp.data.split, self.exp.data.dataset.train_y.cpu().numpy()
+        title = f"{self.request.choices['partition']}, {split.num_clients} clients ({split.fingerprint()})"
+        plots.partition(self.folder / "partition.png", split, labels, title)
 
     def _finish(self, status: str) -> Summary:
         with ignoring_signals():
@@ -115,6 +126,7 @@ class Session:
             "rounds": len(metrics),
             "seed": exp.seed,
             "name": request.name,
+            "id": self.id,
             "choices": dict(request.choices),
             "overrides": list(request.overrides),
             "partition_fingerprint": exp.data.split.fingerprint(),
@@ -131,10 +143,6 @@ class Session:
 
     def _elapsed(self) -> float:
         return self.elapsed_before + time.perf_counter() - self.started
-
-    def _id(self) -> str:
-        decisive = {k: v for k, v in self.request.config.items() if k not in VOLATILE}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_the_default_run_writes_everything_promised(fedsim: Command, tmp_path: P
     assert resolved["aggregator"]["tau"] == 0.5
     assert "test accuracy, last" in result.stdout
     assert "curves.png" in result.stdout
-    assert "round 3/3" in result.stdout, "plain lines where there is no terminal"
+    assert "round 3/3" in result.stderr, "plain lines where there is no terminal"
 
 
 def test_help_is_quick_and_lists_groups_choices_and_examples(fedsim: Command) -> None:
@@ -185,7 +185,9 @@ def run_name_of(args: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_a_complete_folder(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_an_interrupted_run_leaves_a_complete_folder(
+    fedsim: Command, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     folder = tmp_path / "outputs" / run_name_of(SLOW)
     process = start(*SLOW, cwd=tmp_path)
     wait_for_rounds(folder, 4, process)
@@ -201,6 +203,64 @@ def test_an_interrupted_run_leaves_a_complete_folder(tmp_path: Path, number: sig
     assert (folder / "curves.png").exists()
     assert (folder / "partition.png").exists()
     assert len(pd.read_csv(folder / "layers.csv")) == 2 * len(table)
+    if number == signal.SIGTERM:
+        return
+    last = f"rounds={len(table) + 3}"
+    assert fedsim(*SLOW, last).returncode == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    assert fedsim(*SLOW, last, cwd=other).returncode == 0
+    pd.testing.assert_frame_equal(metrics(folder), metrics(only_folder(other)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("config.yaml", "config.yaml is missing or damaged; overwrite=true starts the run again"),
+        ("metrics.csv", "metrics.csv has 0 rows for the 3 rounds of the checkpoint"),
+        ("layers.csv", "layers.csv has 0 rows for the 3 rounds of the checkpoint"),
+        ("checkpoint.pt", ""),
+        ("summary.json", ""),
+    ],
+)
+def test_a_folder_with_a_file_missing_or_damaged(
+    lost: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Either the run can still go on exactly, or one line says why not; nothing is silently wrong."""
+    whole = in_process(tmp_path / "whole", monkeypatch, "rounds=5", "eval.every=2")
+    for damage in ("missing", "damaged"):
+        folder = in_process(tmp_path / damage, monkeypatch, "rounds=3", "eval.every=2")
+        if damage == "missing":
+            (folder / lost).unlink()
+        elif lost == "checkpoint.pt":
+            continue  # has a test of its own
+        else:
+            (folder / lost).write_bytes(b"\xff{ not what it was")
+        capsys.readouterr()
+        in_process(tmp_path / damage, monkeypatch, "rounds=5", "eval.every=2", code=2 if said else 0)
+        shown = capsys.readouterr().err
+        if said:
+            assert (said if damage == "missing" or lost == "config.yaml" else lost) in shown
+            assert len([line for line in shown.splitlines() if "error" in line]) == 1
+        else:
+            pd.testing.assert_frame_equal(metrics(folder), metrics(whole))
+
+
+def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch, *args: str, code: int = 0) -> Path:
+    """The command's own entry point in this process, for cases by the dozen; the run's folder."""
+    from fedsim.cli import main
+
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["fedsim", *QUICK, *args])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == code
+    return only_folder(folder)
 
 
 def test_rounds_may_grow_and_the_longer_run_is_the_undisturbed_one(fedsim: Command, tmp_path: Path) -> None:
@@ -370,7 +430,6 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The disk fills up while round 4 is written; with room again, the same command gives the undisturbed run."""
-    from fedsim.cli import main
     from fedsim.logger.csv import Csv
 
     original = Csv.log
@@ -380,23 +439,15 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         if row["round"] == 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def command(folder: Path) -> object:
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", ["fedsim", *QUICK, "rounds=6", "checkpoint.every=2"])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code
-
+    args = ("rounds=6", "checkpoint.every=2")
     with monkeypatch.context() as patch:
         patch.setattr(Csv, "log", full)
-        assert command(tmp_path / "a") == 2
+        in_process(tmp_path / "a", monkeypatch, *args, code=2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "No space left on device; what was computed is kept, the same command goes on" in line
-    assert command(tmp_path / "a") == 0
+    disturbed = in_process(tmp_path / "a", monkeypatch, *args)
     assert "going on after round 2" in capsys.readouterr().err
-    assert command(tmp_path / "b") == 0
-    pd.testing.assert_frame_equal(metrics(only_folder(tmp_path / "a")), metrics(only_folder(tmp_path / "b")))
+    pd.testing.assert_frame_equal(metrics(disturbed), metrics(in_process(tmp_path / "b", monkeypatch, *args)))
 
 
 def test_the_live_bar_on_a_terminal(tmp_path: Path) -> None:

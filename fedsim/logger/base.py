@@ -15,7 +15,7 @@ class RunInfo:
     folder: Path
     name: str
     id: str
-    """Hash of everything that decides the results: the same run has the same id when it is resumed."""
+    """Random, kept in the folder: the same when the run is continued, another when it is started again."""
     config: Mapping[str, Any]
     rounds: int
     start: int

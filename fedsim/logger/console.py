@@ -48,10 +48,8 @@ class Console:
             return
         step = max(1, self._rounds // PLAIN_LINES)
         if row["round"] % step == 0 or row["round"] == self._rounds:
-            print(
-                f"round {row['round']:.0f}/{self._rounds}  {shown}  {row['time/round_s']:.2f} s/round",
-                flush=True,
-            )
+            plain = f"round {row['round']:.0f}/{self._rounds}  {shown}  {row['time/round_s']:.2f} s/round"
+            self._terminal.print(plain, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         if self._progress is not None:

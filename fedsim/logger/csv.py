@@ -19,12 +19,14 @@ class Csv:
         self._files: list[TextIO] = []
 
     def open(self, run: RunInfo) -> None:
-        self._folder = run.folder
+        self._folder, self._rounds = run.folder, run.rounds
         for name, columns in (("metrics.csv", METRICS), ("layers.csv", LAYER_METRICS)):
             if run.start == 0:
                 _write(run.folder / name, columns, [])
         self._cut(run.start)
-        self._files = [(run.folder / name).open("a", newline="") for name in ("metrics.csv", "layers.csv")]
+        self._files = [
+            (run.folder / name).open("a", newline="", encoding="utf-8") for name in ("metrics.csv", "layers.csv")
+        ]
 
     def log(self, row: Row, layers: LayerRows) -> None:
         metrics, layer_file = self._files
@@ -53,9 +55,10 @@ class Csv:
     def _cut(self, round: int) -> None:
         """Keep the rows of the first `round` rounds, as a run that is still going would have written them: the
         evaluation that a shorter run added after its last round is blanked."""
+        going_on = round < self._rounds
         for name, columns in (("metrics.csv", METRICS), ("layers.csv", LAYER_METRICS)):
             path = self._folder / name
-            rows = [row for row in _read(path, columns) if int(row["round"]) <= round]
+            rows = [row for row in _read(path, columns) if row["round"].isdigit() and int(row["round"]) <= round]
             per_round = len(self._layers.names) if name == "layers.csv" else 1
             if len(rows) != round * per_round:
                 raise check.InputError(
@@ -63,7 +66,7 @@ class Csv:
                     "overwrite=true starts the run again"
                 )
             for row in rows:
-                if int(row["round"]) % self._eval_every:
+                if going_on and int(row["round"]) % self._eval_every:
                     row.update({column: "" for column in row if column.startswith(EVALUATED)})
             _write(path, columns, rows)
 
@@ -71,7 +74,7 @@ class Csv:
 def _read(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:
     """Whole rows only: a killed process may leave half a line at the end."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -84,7 +87,7 @@ def _read(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:
 def _write(path: Path, columns: Iterable[str], rows: Sequence[Mapping[str, str]]) -> None:
     names = list(columns)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as stream:
+    with temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""Weights & Biases. The run's id is a hash of its config, so a resumed run goes on in the same W&B run."""
+"""Weights & Biases. The run's id lives in its folder, so a continued run goes on in the same W&B run."""
 
 from dataclasses import dataclass, field
 from typing import Any
