@@ -146,6 +146,15 @@ def test_updates_that_cancel_up_to_rounding_leave_the_model_too() -> None:
     assert NormNorm(**SHARED, beta=1.0).direction(cohort, {}).tree["w"].abs().max() == 0
 
 
+def test_updates_that_nearly_cancel_or_are_tiny_are_still_normalised() -> None:
+    """N/E = 1e-4 is a direction, not rounding; and so are updates of length 1e-9 that agree."""
+    nearly = cohort_of(vectors([1.0, 1e-4], [-1.0, 1e-4]), [0.5, 0.5])
+    step = NormNorm(**SHARED, beta=1.0).direction(nearly, {}).tree["w"]
+    assert step.tolist() == pytest.approx([0.0, -1.0], rel=1e-4)
+    tiny = cohort_of(vectors([1e-9, 0.0], [1e-9, 0.0]), [0.5, 0.5])
+    assert NormNorm(**SHARED, beta=2.0).direction(tiny, {}).tree["w"].tolist() == pytest.approx([-2e-9, 0.0])
+
+
 def test_no_client_moved() -> None:
     still = cohort_of(vectors([0.0, 0.0]), [1.0])
     for rule in (NormNorm(**SHARED, beta=1.0), FedNNNN(**SHARED, beta=1.0, gamma=0.5)):

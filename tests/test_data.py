@@ -6,7 +6,7 @@ from conftest import experiment, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsim.data import PADDING, crop_and_flip, standardization
+from fedsim.data import PADDING, _draw_crops, crop_and_flip, standardization
 from fedsim.rng import generator, sample, seed_torch
 
 
@@ -77,6 +77,14 @@ def test_crop_and_flip_against_numpy(b: int, c: int, h: int, w: int, seed: int) 
     found = crop_and_flip(torch.from_numpy(x), torch.from_numpy(draws))
     assert found.dtype == torch.uint8
     assert np.array_equal(found.numpy(), expected)
+
+
+def test_crops_and_flips_are_drawn_over_their_whole_range() -> None:
+    draws = _draw_crops(generator(0, "test"), 9000)
+    for column, values in ((0, 9), (1, 9), (2, 2)):
+        counts = np.bincount(draws[:, column], minlength=values)
+        assert len(counts) == values
+        assert np.abs(counts - 9000 / values).max() < 5 * np.sqrt(9000 / values)
 
 
 def test_augmented_batches_keep_labels_and_repeat_exactly() -> None:

@@ -81,6 +81,7 @@ def test_zeta_by_hand() -> None:
     result = elastic().direction(cohort(delta, {"w": torch.tensor([4.0, 2.0, 1.0, 0.0])}), {})
     assert result.tree["w"].tolist() == [0.5, 1.0, 2.5, -6.0]
     assert result.metrics["elastic/boosted_fraction"].item() == 0.5
+    assert result.layers["boosted_fraction"].tolist() == [0.5], "a zeta of exactly one is not boosted"
     assert result.metrics["elastic/mean_zeta"].item() == pytest.approx((0.5 + 1 + 1.25 + 1.5) / 4)
 
 
@@ -114,6 +115,8 @@ def test_the_maximum_is_taken_in_the_layer() -> None:
     assert module["fc.bias"].tolist() == [1.0], "module: the bias is measured against its weight's maximum, 4"
     assert module["fc.weight"].tolist() == [0.5, 1.25]
     assert module["out.bias"].tolist() == [0.5]
+    nested = elastic(layer="module").zeta({"a.0.w": torch.tensor([4.0]), "a.1.w": torch.tensor([2.0])})
+    assert nested["a.1.w"].tolist() == [0.5], "a.0 and a.1 are two modules"
 
 
 @settings(max_examples=100, deadline=None)

@@ -64,6 +64,82 @@ def test_resnet20_shortcuts_have_no_parameters_and_halve_the_image() -> None:
     assert out[:, 16:].abs().max() == 0
 
 
+def test_resnet20_against_its_description() -> None:
+    """He et al., Sec. 4.2, written out with torch's functions: 3x3 convolutions, two a block, batch norm after each,
+    ReLU after the first and after the sum, stride 2 into stages 2 and 3, global average pooling."""
+    module = model("resnet20", (3, 32, 32), 10).eval()
+    for name, b in module.named_buffers():
+        if "running" in name:
+            nn.init.uniform_(b, 0.5, 1.5)
+    w = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def conv_norm(x: torch.Tensor, conv: str, norm: str, stride: int = 1) -> torch.Tensor:
+        x = nn.functional.conv2d(x, w[f"{conv}.weight"], stride=stride, padding=1)
+        mean, var = w[f"{norm}.running_mean"], w[f"{norm}.running_var"]
+        return nn.functional.batch_norm(x, mean, var, w[f"{norm}.weight"], w[f"{norm}.bias"])
+
+    images = torch.randn(4, 3, 32, 32)
+    x = conv_norm(images, "conv", "norm").relu()
+    for i in range(9):
+        stride = 2 if i in (3, 6) else 1
+        inner = conv_norm(x, f"blocks.{i}.conv1", f"blocks.{i}.norm1", stride).relu()
+        out = conv_norm(inner, f"blocks.{i}.conv2", f"blocks.{i}.norm2")
+        shortcut = torch.zeros_like(out)
+        shortcut[:, : x.shape[1]] = x[:, :, ::stride, ::stride]
+        x = (out + shortcut).relu()
+    logits = x.mean((2, 3)) @ w["linear.weight"].T + w["linear.bias"]
+    torch.testing.assert_close(module(images), logits)
+
+
+def test_resnet20_starts_from_he_initialisation() -> None:
+    module = model("resnet20", (3, 32, 32), 10)
+    for name, p in module.named_parameters():
+        if "conv" in name:
+            fan_in = 9 * p.shape[1]
+            assert p.std().item() == pytest.approx((2 / fan_in) ** 0.5, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "layers"),
+    [
+        ("cnn_mnist", (1, 28, 28), "conv5:20 relu max2 conv5:50 relu max2 flat 800>500 relu 500>10"),
+        (
+            "cnn_cifar",
+            (3, 32, 32),
+            "conv3:32 bn relu conv3:32 bn relu max2 conv3:64 bn relu conv3:64 bn relu max2 "
+            "conv3:128 bn relu conv3:128 bn relu max2 flat 2048>382 relu 382>192 relu 192>10",
+        ),
+        ("cnn_emnist", (1, 28, 28), "conv3:32 relu conv3:64 relu max2 drop.25 flat 9216>128 relu drop.5 128>10"),
+    ],
+)
+def test_layers_as_published(name: str, shape: tuple[int, ...], layers: str) -> None:
+    """FedNNNN's Tables 3 and 4 (all with biases); Reddi et al.'s EMNIST network."""
+
+    def say(m: nn.Module) -> str:
+        match m:
+            case nn.Conv2d():
+                assert m.bias is not None
+                return f"conv{m.kernel_size[0]}:{m.out_channels}"
+            case nn.Linear():
+                assert m.bias is not None
+                return f"{m.in_features}>{m.out_features}"
+            case nn.MaxPool2d():
+                return f"max{m.kernel_size}"
+            case nn.Dropout():
+                return f"drop{m.p:g}".replace("0.", ".")
+        return {"ReLU": "relu", "BatchNorm2d": "bn", "Flatten": "flat"}[type(m).__name__]
+
+    assert " ".join(say(m) for m in model(name, shape, 10)) == layers
+
+
+def test_mlp_against_its_formula() -> None:
+    module = model("mlp", (6,), 3, "model.hidden=[5]")
+    x = torch.randn(4, 6)
+    first, second = module.layers
+    expected = (x @ first.weight.T + first.bias).clamp(min=0) @ second.weight.T + second.bias
+    torch.testing.assert_close(module(x), expected)
+
+
 def test_resnet20_with_group_norm_has_no_buffers() -> None:
     group = model("resnet20", (3, 32, 32), 10, "model.norm=group")
     assert list(group.buffers()) == []
@@ -130,6 +206,21 @@ def test_mnist_from_files(tiny_mnist: Path) -> None:
     assert np.array_equal(data.train_x[0, 0].numpy(), first)
     assert data.train_y.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert data.test_x.shape == (5, 1, 28, 28)
+
+
+def test_standardisation_constants() -> None:
+    """Mean and deviation of the training images, as commonly published."""
+    for mean, std, known in (
+        ([0.1307], [0.3081], experiment("dataset=mnist5k").data.dataset),
+        ([0.2860], [0.3530], images._images(*[torch.zeros(1)] * 4, *images.FASHION_MNIST_STATISTICS, True, False)),
+        (
+            [0.4914, 0.4822, 0.4465],
+            [0.2470, 0.2435, 0.2616],
+            images._images(*[torch.zeros(1)] * 4, *images.CIFAR10_STATISTICS, True, False),
+        ),
+    ):
+        assert (known.scale.flatten() * 255 * torch.tensor(std)).tolist() == pytest.approx([1.0] * len(std))
+        assert (-known.shift.flatten() * torch.tensor(std)).tolist() == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])

@@ -86,6 +86,63 @@ def test_adaptive_optimizers_keep_their_own_rate_with_every_dataset() -> None:
     assert config("dataset=cifar10", "model=cnn_cifar")["model"]["_target_"].endswith("CnnCifar")
 
 
+PAPER_SETTINGS = {
+    "mnist": {"rounds": 20, "num_clients": 1000, "clients_per_round": 100, "batch_size": 100, "lr": 0.1, "epochs": 1},
+    "cifar10": {
+        "rounds": 4000,
+        "num_clients": 1000,
+        "clients_per_round": 10,
+        "batch_size": 10,
+        "lr": 0.05,
+        "epochs": 1,
+    },
+    "fashion_mnist": {"rounds": 30, "num_clients": 10, "clients_per_round": 1.0, "batch_size": 32, "epochs": 1},
+}
+
+
+@pytest.mark.parametrize("dataset", PAPER_SETTINGS)
+def test_a_dataset_brings_its_papers_setting(dataset: str) -> None:
+    """Elastic's Table 3 (alpha 100, cosine), Felbab et al. (one class a node, all nodes)."""
+    found = config(f"dataset={dataset}")
+    flat = {"rounds": found["rounds"]}
+    for group in ("partition", "participation", "client", "client_optimizer"):
+        flat |= found[group]
+    assert {key: flat[key] for key in PAPER_SETTINGS[dataset]} == PAPER_SETTINGS[dataset]
+    if dataset == "fashion_mnist":
+        assert found["partition"]["non_iid"] == 1.0
+        assert found["model"]["hidden"] == [128]
+    else:
+        assert found["partition"]["alpha"] == 100.0
+        assert found["schedule"] | {"rounds": flat["rounds"], "factor": 0.5} == found["schedule"]
+        assert found["schedule"]["_target_"].endswith("Cosine")
+
+
+@pytest.mark.parametrize(
+    ("choice", "values"),
+    [
+        (
+            "aggregator=elastic",
+            {"tau": 0.5, "mu": 0.95, "sensitivity": "momentum", "layer": "tensor", "weighting": "samples"},
+        ),
+        ("aggregator=fedavg", {"weighting": "samples", "evaluate": "sent"}),
+        ("aggregator=norm_norm", {"weighting": "uniform", "evaluate": "averaged"}),
+        ("aggregator=momentum", {"weighting": "uniform", "evaluate": "averaged"}),
+        ("aggregator=fednnnn", {"weighting": "uniform", "evaluate": "averaged"}),
+        ("client_optimizer=nesterov", {"momentum": 0.9, "nesterov": True, "persist_state": False}),
+        ("client_optimizer=momentum", {"momentum": 0.9, "nesterov": False}),
+        ("client_optimizer=adagrad", {"initial_accumulator": 0.1, "eps": 1e-7, "persist_state": False}),
+        ("client_optimizer=rmsprop", {"rho": 0.9, "eps": 1e-7}),
+        ("client_optimizer=adam", {"beta1": 0.9, "beta2": 0.999, "eps": 1e-7}),
+        ("server_optimizer=sgd", {"lr": 1.0}),
+        ("partition=classes", {"classes_per_client": 2, "num_clients": 100, "sensitivity_fraction": 0.1}),
+        ("partition=one_class", {"num_clients": 10, "sensitivity_fraction": 0.1}),
+    ],
+)
+def test_defaults_are_the_papers(choice: str, values: dict[str, object]) -> None:
+    found = config(choice)[choice.partition("=")[0]]
+    assert {key: found[key] for key in values} == values
+
+
 def test_run_names() -> None:
     assert run_name([]) == "default"
     assert (

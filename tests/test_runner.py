@@ -9,7 +9,9 @@ import torch
 from conftest import experiment, play, small
 from torch import nn
 
-from fedsim.runner import initial_state
+from fedsim.local import train
+from fedsim.runner import initial_state, run, weights
+from fedsim.types import Model, Work
 
 LONE = ("partition.num_clients=1", "participation.clients_per_round=1", "aggregator=fedavg")
 
@@ -158,12 +160,95 @@ def test_dropout_is_a_function_of_seed_round_and_client() -> None:
     assert not torch.equal(runs[0]["0.weight"], without["0.weight"])
 
 
+def test_dropout_draws_differ_by_round_and_client() -> None:
+    exp = small()
+    state = initial_state(exp)
+    seeds = set()
+    for r, k in ((0, 1), (0, 2), (1, 1)):
+        work = Work(
+            exp.task, exp.data, exp.client, exp.client_optimizer, None, state.model, 0.1, exp.seed, round=r, states={}
+        )
+        train(work, k)
+        seeds.add(torch.initial_seed())
+    assert len(seeds) == 3
+
+
+BATCH_NORM = (
+    *("dataset=mnist5k", "model=cnn_cifar", "partition.num_clients=200", "participation.clients_per_round=3"),
+    *("client_optimizer.lr=0.01", "rounds=1"),
+)
+
+
+def test_batch_norm_clients_start_from_the_same_buffers_and_leave_them_alone() -> None:
+    """The broadcast statistics are each client's own copy: one client's training does not show in the next one's."""
+    exp = experiment(*BATCH_NORM, "aggregator=fedavg", "eval.train=false")
+    state = initial_state(exp)
+    before = {n: b.clone() for n, b in state.model.buffers.items()}
+    after, _ = play(exp, state)
+    clients = exp.participation(exp.seed, 0, 200)
+    work = Work(exp.task, exp.data, exp.client, exp.client_optimizer, None, state.model, 0.01, exp.seed, 0, {})
+    alone = [train(work, k).buffers for k in clients]
+    for name, b in before.items():
+        assert torch.equal(state.model.buffers[name], b)
+        if b.is_floating_point():
+            mean = sum(w * own[name] for w, own in zip(weights(exp, clients), alone, strict=True))
+            torch.testing.assert_close(after.model.buffers[name], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_judged_with_batch_norm() -> None:
+    """FedNNNN judges, on test and training data alike, the clients' averaged weights with their averaged statistics."""
+    longer = (*BATCH_NORM, "client.epochs=5")
+    exp = experiment(*longer, "aggregator=fednnnn", "aggregator.beta=2.0")
+    _, (row,) = play(exp)
+    state, (expected,) = play(experiment(*longer, "aggregator=fedavg", "aggregator.weighting=uniform"))
+    for name in ("test/loss", "train/loss"):
+        assert row[name] == pytest.approx(expected[name], rel=1e-5)
+    data = exp.data.dataset
+    stale = Model(state.model.params, exp.task.initial_model().buffers)
+    old_statistics = exp.task.evaluate(stale, data, data.test_x, data.test_y, 200)
+    for other in (row["sent/loss"], old_statistics.loss_sum.item() / old_statistics.count):
+        assert other != pytest.approx(row["test/loss"], rel=1e-4), "the test could tell"
+
+
+def test_norms_of_parts_are_those_of_their_layers() -> None:
+    exp = experiment(*BATCH_NORM, "aggregator=elastic", "eval.train=false")
+    tables = []
+    run(exp, initial_state(exp), lambda s, row, layers: tables.append((row, layers)))
+    ((row, layers),) = tables
+    kinds = np.array(exp.task.layers.kinds)
+    for name in ("N", "N_server"):
+        squares = np.array(layers[name]) ** 2
+        assert row[f"norm/{name}"] == pytest.approx(np.sqrt(squares.sum()), rel=1e-5)
+        for kind in ("conv", "linear"):
+            assert row[f"norm/{name}_{kind}"] == pytest.approx(np.sqrt(squares[kinds == kind].sum()), rel=1e-5)
+    whole, conv, linear = row["norm/E"], row["norm/E_conv"], row["norm/E_linear"]
+    assert max(layers["E"]) < max(conv, linear) < whole < conv + linear + sum(np.array(layers["E"])[kinds == "norm"])
+
+
+def test_the_servers_rate_scales_its_step() -> None:
+    whole = play(small("aggregator=fedavg", "rounds=1"))
+    half = play(small("aggregator=fedavg", "server_optimizer.lr=0.5", "rounds=1"))
+    assert half[1][0]["norm/N"] == whole[1][0]["norm/N"]
+    assert half[1][0]["norm/N_server"] == pytest.approx(0.5 * whole[1][0]["norm/N_server"], rel=1e-5)
+    start = small().task.initial_model().params
+    for name, p in start.items():
+        middle = (p + whole[0].model.params[name]) / 2
+        torch.testing.assert_close(half[0].model.params[name], middle, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("aggregator", "up"), [("fedavg", 1), ("elastic", 2), ("fednnnn", 1)])
 def test_bytes_follow_the_papers_accounting(aggregator: str, up: int) -> None:
     """Models a round and client, down + up: FedAvg 2, elastic 3. The linear model has 20 * 10 + 10 floats."""
     _, (row,) = play(small(f"aggregator={aggregator}", "rounds=1"))
     assert row["comm/down_bytes"] == 3 * 210 * 4
     assert row["comm/up_bytes"] == up * 3 * 210 * 4
+
+
+def test_bytes_count_batch_norm_statistics() -> None:
+    exp = experiment(*BATCH_NORM, "aggregator=fedavg", "eval.train=false")
+    parameters = sum(p.numel() for p in exp.task.module.parameters())
+    statistics = 2 * 2 * (32 + 64 + 128) * 4 + 6 * 8  # mean and variance of each channel, and a counter for each layer
+    assert play(exp)[1][0]["comm/down_bytes"] == 3 * (4 * parameters + statistics)
 
 
 def test_evaluation_every_k_rounds_and_after_the_last() -> None:
@@ -209,6 +294,7 @@ def test_participation_counts_and_fractions() -> None:
     assert len(small("participation.clients_per_round=0.5").participation(0, 3, 6)) == 3
     assert len(small("participation.clients_per_round=1").participation(0, 3, 6)) == 1
     assert small("participation.clients_per_round=0.01").participation.count(6) == 1, "m = max(C K, 1)"
+    assert small("participation.clients_per_round=0.29").participation.count(100) == 29, "0.29 * 100 is 28.99..."
 
 
 def test_participation_is_uniform_without_replacement() -> None:

@@ -41,16 +41,22 @@ CIFAR10_BINARY_MD5 = {
 }
 
 
+MNIST_STATISTICS = [0.1307], [0.3081]
+FASHION_MNIST_STATISTICS = [0.2860], [0.3530]
+CIFAR10_STATISTICS = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
+"""Mean and standard deviation of the training images, channel by channel."""
+
+
 def mnist(data_dir: str, standardize: bool, augment: bool) -> Dataset:
     folder = Path(data_dir).expanduser() / "MNIST" / "raw"
     _fetch("mnist", datasets.MNIST, folder, MNIST_MD5)
-    return _images(*_read_idx(folder), [0.1307], [0.3081], standardize, augment)
+    return _images(*_read_idx(folder), *MNIST_STATISTICS, standardize, augment)
 
 
 def fashion_mnist(data_dir: str, standardize: bool, augment: bool) -> Dataset:
     folder = Path(data_dir).expanduser() / "FashionMNIST" / "raw"
     _fetch("fashion_mnist", datasets.FashionMNIST, folder, FASHION_MNIST_MD5)
-    return _images(*_read_idx(folder), [0.2860], [0.3530], standardize, augment)
+    return _images(*_read_idx(folder), *FASHION_MNIST_STATISTICS, standardize, augment)
 
 
 def cifar10(data_dir: str, standardize: bool, augment: bool) -> Dataset:
@@ -60,7 +66,7 @@ def cifar10(data_dir: str, standardize: bool, augment: bool) -> Dataset:
         parts = _read_cifar_binary(root / "cifar-10-batches-bin")
     else:
         parts = _read_cifar_python(root)
-    return _images(*parts, [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616], standardize, augment)
+    return _images(*parts, *CIFAR10_STATISTICS, standardize, augment)
 
 
 def _fetch(name: str, source: type, folder: Path, md5: Mapping[str, str]) -> None:
