@@ -48,6 +48,7 @@ def determinism(active: bool, where: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.backends.cudnn.deterministic = active
         torch.backends.cudnn.benchmark = not active
+        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         torch.use_deterministic_algorithms(active, warn_only=True)
 
 

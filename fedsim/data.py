@@ -124,7 +124,8 @@ class FederatedData:
         return self._on_device(np.sort(split.indices[place >= np.repeat(split.held, counts)]))
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.dataset.train_y.device, non_blocking=True)
+        # Not non_blocking: the array is a temporary, and MPS would read it after it is gone.
+        return torch.from_numpy(array).to(self.dataset.train_y.device)
 
 
 def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:

@@ -28,7 +28,8 @@ def train(work: Work, client: int) -> LocalResult:
     rule, optimizer = work.client, work.optimizer
     measured = None
     if work.probe is not None:
-        measured = work.probe(work.task, work.model, work.data.sensitivity_batches(client, rule.batch_size))
+        batches = work.data.sensitivity_batches(client, work.probe.batch_size or rule.batch_size)
+        measured = work.probe.measure(work.task, work.model, batches)
 
     params, context = work.model.params, Context(anchor=work.model.params)
     buffers = {n: b.clone() for n, b in work.model.buffers.items()}

@@ -43,7 +43,7 @@ def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence
         status, rounds = before.get("status"), before.get("rounds", 0)
         if status == "diverged" or (status == "finished" and rounds >= request.config["rounds"]):
             return before | {"note": f"{status} earlier, after {rounds} rounds; overwrite=true runs it again"}
-        with torch.random.fork_rng(), terminable():
+        with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable():
             return Session(request, folder, build(), loggers).play()
 
 

@@ -1,6 +1,7 @@
 """The learning task: a model's structure and its loss, as pure functions of parameters and data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.func import functional_call
 from fedsim.data import Dataset
 from fedsim.layers import Layers
 from fedsim.types import Batch, Model, Tree
+
+Mode = Literal["train", "eval", "batch_statistics"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Task:
         self.layers = Layers.of(module)
         names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
         self._shares_weights = len(names) > len(self.layers.names)
+        self._mode: Mode | None = None
         self.classification = dataset.classification
 
     def initial_model(self) -> Model:
@@ -37,10 +41,16 @@ class Task:
             {n: b.detach().clone() for n, b in self.module.named_buffers()},
         )
 
-    def outputs(self, params: Tree, buffers: Tree, x: Tensor, *, train: bool) -> Tensor:
-        """F(theta; x). In training mode `buffers` are updated in place: hand in the client's own copy."""
-        if self.module.training != train:
-            self.module.train(train)
+    def outputs(self, params: Tree, buffers: Tree, x: Tensor, mode: Mode) -> Tensor:
+        """F(theta; x). Except in `eval` mode `buffers` are updated in place: hand in a copy.
+
+        `batch_statistics` is `eval` (no dropout) but for batch norm, which uses the batch's own mean and variance."""
+        if mode != self._mode:
+            self.module.train(mode == "train")
+            for module in self.module.modules():
+                if mode == "batch_statistics" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.train()
+            self._mode = mode
         return functional_call(  # type: ignore[no-any-return]
             self.module, (params, buffers), (x,), tie_weights=self._shares_weights
         )
@@ -55,14 +65,14 @@ class Task:
         """(gradient, value) of the mean loss over a batch."""
         x, y = batch
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        loss = self.losses(self.outputs(leaves, buffers, x, train=True), y).mean()
+        loss = self.losses(self.outputs(leaves, buffers, x, "train"), y).mean()
         return _gradients(loss, leaves), loss.detach()
 
-    def output_norm_gradient(self, model: Model, x: Tensor, *, train: bool) -> Tree:
+    def output_norm_gradient(self, model: Model, x: Tensor, mode: Mode) -> Tree:
         """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was."""
-        buffers = {n: b.clone() for n, b in model.buffers.items()} if train else model.buffers
+        buffers = model.buffers if mode == "eval" else {n: b.clone() for n, b in model.buffers.items()}
         leaves = {n: p.detach().requires_grad_() for n, p in model.params.items()}
-        outputs = self.outputs(leaves, buffers, x, train=train)
+        outputs = self.outputs(leaves, buffers, x, mode)
         return _gradients(outputs.flatten(1).square().sum(1).mean(), leaves)
 
     @torch.no_grad()
@@ -81,7 +91,7 @@ class Task:
         correct = torch.zeros((), device=y.device) if self.classification else None
         for start in range(0, count, batch_size):
             part = slice(start, start + batch_size) if index is None else index[start : start + batch_size]
-            outputs = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), train=False)
+            outputs = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), "eval")
             loss_sum += self.losses(outputs, y[part]).sum()
             if correct is not None:
                 correct += (outputs.argmax(1) == y[part]).sum()

@@ -75,8 +75,13 @@ class Client(Protocol):
         ...
 
 
-Probe = Callable[["Task", Model, Iterator[Tensor]], Tree]
-"""What an aggregator has every client measure at the broadcast model, on its unlabelled subset B_k."""
+@dataclass(frozen=True)
+class Probe:
+    """What an aggregator has every client measure at the broadcast model, on its unlabelled subset B_k."""
+
+    measure: Callable[["Task", Model, Iterator[Tensor]], Tree]
+    batch_size: int | None
+    """None: the batch size the client trains with."""
 
 
 @dataclass(frozen=True)

@@ -202,8 +202,9 @@ def test_fednnnn_judges_the_average_and_sends_the_normalised_model() -> None:
     assert "sent/loss" not in naive
     sent = experiment("dataset=synthetic", "dataset.train_samples=240", "dataset.test_samples=60")
     data = sent.data.dataset
-    outputs = sent.task.outputs(state.model.params, {}, data.test_x, train=False)
+    outputs = sent.task.outputs(state.model.params, {}, data.test_x, "eval")
     assert row["sent/loss"] == pytest.approx(nn.functional.cross_entropy(outputs, data.test_y).item(), rel=1e-5)
+    assert row["norm/N_over_E"] == row["norm/N"] / row["norm/E"]
     assert row["norm/N_server"] == pytest.approx(3.0 * row["norm/E"], rel=1e-5), "Eq. 9: the step is beta E long"
     assert naive["norm/N_server"] == pytest.approx(naive["norm/N"], rel=1e-6)
     assert not torch.equal(naive_state.model.params["layers.0.weight"], state.model.params["layers.0.weight"])

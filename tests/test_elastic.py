@@ -22,8 +22,8 @@ from fedsim.types import Model, Work
 
 
 def elastic(**changes) -> Elastic:
-    base = {"tau": 0.5, "mu": 0.95, "sensitivity": "momentum", "layer": "tensor", "batch_norm": "eval"}
-    return Elastic(**{"weighting": "samples", "evaluate": "sent", **base, **changes})
+    base = {"tau": 0.5, "mu": 0.95, "sensitivity": "momentum", "layer": "tensor", "batch_norm": "running"}
+    return Elastic(**{"weighting": "samples", "evaluate": "sent", "batch_size": None, **base, **changes})
 
 
 def cohort(delta: dict[str, Tensor], omega: dict[str, Tensor]) -> Cohort:
@@ -220,9 +220,34 @@ def test_batch_norm_sensitivities_leave_the_model_alone() -> None:
     model = exp.task.initial_model()
     before = {n: b.clone() for n, b in model.buffers.items()}
     results = {}
-    for mode in ("eval", "train"):
+    for mode in ("running", "batch"):
         x = list(exp.data.sensitivity_batches(0, 2))
         results[mode] = elastic(batch_norm=mode).measure(exp.task, model, iter(x))
         for name, buffer in model.buffers.items():
             assert torch.equal(buffer, before[name])
-    assert not torch.allclose(results["eval"]["0.weight"], results["train"]["0.weight"])
+    assert not torch.allclose(results["running"]["0.weight"], results["batch"]["0.weight"])
+
+
+def test_the_sensitivity_pass_never_drops_out() -> None:
+    """Whatever batch norm does in it: two measurements are equal, and so is a resumed run."""
+    exp = experiment("dataset=mnist5k", "model=cnn_emnist", "partition.num_clients=400")
+    model, x = exp.task.initial_model(), list(exp.data.sensitivity_batches(0, 4))
+    rule = elastic(batch_norm="batch")
+    once, again = (rule.measure(exp.task, model, iter(x)) for _ in range(2))
+    for name, omega in once.items():
+        assert torch.equal(omega, again[name])
+
+
+def test_the_batch_size_of_the_sensitivity_pass() -> None:
+    """The client's own unless another is given; 1 is supplement Eq. 1 sample by sample."""
+    shared = ("aggregator.sensitivity=average", "partition.sensitivity_fraction=0.3", "client.batch_size=100")
+    whole, single = (small(*shared, *more) for more in ((), ("aggregator.batch_size=1",)))
+    work = work_of(whole, initial_state(whole))
+    held = whole.data.dataset.train_x[whole.data.split.sensitivity(1)]
+    theta = {"W": work.model.params["layers.0.weight"].numpy(), "b": work.model.params["layers.0.bias"].numpy()}
+    alone = reference.average_sensitivity(theta, [row[None] for row in held.numpy()])
+    together = reference.average_sensitivity(theta, [held.numpy()])
+    assert np.allclose(
+        train(work_of(single, initial_state(single)), 1).measured["layers.0.weight"], alone["W"], rtol=1e-4
+    )
+    assert np.allclose(train(work, 1).measured["layers.0.weight"], together["W"], rtol=1e-4)

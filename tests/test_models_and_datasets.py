@@ -1,6 +1,7 @@
 """Networks by their published shapes; datasets from files of the official formats, whole, damaged and missing."""
 
 import hashlib
+import pickle
 import struct
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def test_resnet20_against_its_description() -> None:
     ReLU after the first and after the sum, stride 2 into stages 2 and 3, global average pooling."""
     module = model("resnet20", (3, 32, 32), 10).eval()
     for name, b in module.named_buffers():
-        if "running" in name:
+        if "running_mean" in name:
+            nn.init.uniform_(b, -0.1, 0.1)
+        if "running_var" in name:
             nn.init.uniform_(b, 0.5, 1.5)
     w = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -87,6 +90,7 @@ def test_resnet20_against_its_description() -> None:
         shortcut = torch.zeros_like(out)
         shortcut[:, : x.shape[1]] = x[:, :, ::stride, ::stride]
         x = (out + shortcut).relu()
+    assert (x > 0).float().mean() > 0.1, "something reaches the last layer"
     logits = x.mean((2, 3)) @ w["linear.weight"].T + w["linear.bias"]
     torch.testing.assert_close(module(images), logits)
 
@@ -212,6 +216,7 @@ def test_standardisation_constants() -> None:
     """Mean and deviation of the training images, as commonly published."""
     for mean, std, known in (
         ([0.1307], [0.3081], experiment("dataset=mnist5k").data.dataset),
+        ([0.1307], [0.3081], images._images(*[torch.zeros(1)] * 4, *images.MNIST_STATISTICS, True, False)),
         ([0.2860], [0.3530], images._images(*[torch.zeros(1)] * 4, *images.FASHION_MNIST_STATISTICS, True, False)),
         (
             [0.4914, 0.4822, 0.4465],
@@ -272,6 +277,29 @@ def test_cifar10_binary_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert data.train_y.tolist() == sorted([0, 1, 2, 3, 4] * 4)
     assert data.test_y.tolist() == [5] * 4
     assert data.augment
+
+
+def test_cifar10_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torchvision: the same images as the binary version would give, channels first, rows down."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    r = np.random.default_rng(2)
+    planes = {}
+    for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
+        planes[name] = r.integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
+        entry = {"data": planes[name].reshape(4, -1), "labels": [i] * 4}
+        (folder / name).write_bytes(pickle.dumps(entry))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(c) for c in range(10)]}))
+    source = images.datasets.CIFAR10
+    monkeypatch.setattr(
+        source, "train_list", [[f"data_batch_{j}", md5(folder / f"data_batch_{j}")] for j in range(1, 6)]
+    )
+    monkeypatch.setattr(source, "test_list", [["test_batch", md5(folder / "test_batch")]])
+    monkeypatch.setattr(source, "meta", source.meta | {"md5": md5(folder / "batches.meta")})
+    data = images.cifar10(str(tmp_path), standardize=True, augment=False)
+    assert np.array_equal(data.train_x[4:8].numpy(), planes["data_batch_2"])
+    assert np.array_equal(data.test_x.numpy(), planes["test_batch"])
+    assert data.train_y.tolist() == sorted([0, 1, 2, 3, 4] * 4)
 
 
 def test_an_unchecked_pickle_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,9 @@ def test_a_dataset_brings_its_papers_setting(dataset: str) -> None:
     if dataset == "fashion_mnist":
         assert found["partition"]["non_iid"] == 1.0
         assert found["model"]["hidden"] == [128]
+        for optimizer in ("nesterov", "adagrad", "rmsprop", "adam"):
+            kept = config(f"dataset={dataset}", f"client_optimizer={optimizer}")["client_optimizer"]["persist_state"]
+            assert kept, "Felbab et al.: the optimizer's state lives on the client"
     else:
         assert found["partition"]["alpha"] == 100.0
         assert found["schedule"] | {"rounds": flat["rounds"], "factor": 0.5} == found["schedule"]
@@ -134,6 +137,9 @@ def test_a_dataset_brings_its_papers_setting(dataset: str) -> None:
         ("client_optimizer=rmsprop", {"rho": 0.9, "eps": 1e-7}),
         ("client_optimizer=adam", {"beta1": 0.9, "beta2": 0.999, "eps": 1e-7}),
         ("server_optimizer=sgd", {"lr": 1.0}),
+        ("server_optimizer=fedavgm", {"lr": 1.0, "momentum": 0.9}),
+        ("partition=dirichlet", {"alpha": 100.0, "sensitivity_fraction": 0.1}),
+        ("partition=iid", {"sigma": 0.0, "power": 0.0, "sensitivity_fraction": 0.1}),
         ("partition=classes", {"classes_per_client": 2, "num_clients": 100, "sensitivity_fraction": 0.1}),
         ("partition=one_class", {"num_clients": 10, "sensitivity_fraction": 0.1}),
     ],

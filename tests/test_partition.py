@@ -78,18 +78,22 @@ def test_dirichlet_partitions_any_legal_input(labels, clients, alpha, sigma, fra
 
 @settings(max_examples=60, deadline=None)
 @given(
-    labels=st.lists(st.integers(0, 6), min_size=1, max_size=200),
+    labels=st.lists(st.sampled_from([0] * 20 + [1] * 9 + [2] * 4 + [3, 4, 5]), min_size=1, max_size=200),
     clients=st.integers(1, 30),
     n=st.integers(1, 4),
     power=st.floats(0, 3),
     seed=st.integers(0, 1000),
 )
 def test_classes_gives_exactly_n_or_says_why_not(labels, clients, n, power, seed) -> None:
+    """It can be done exactly when n <= C <= K n <= sum_c min(N_c, K): every class held, none by more than it has."""
     y = np.array(labels)
-    try:
-        split = Classes(**common(clients, power=power), classes_per_client=n)(y, seed)
-    except BadValue:
+    supply = np.unique(y, return_counts=True)[1]
+    partition = Classes(**common(clients, power=power), classes_per_client=n)
+    if not n <= len(supply) <= clients * n <= np.minimum(supply, clients).sum():
+        with pytest.raises(BadValue):
+            partition(y, seed)
         return
+    split = partition(y, seed)
     assert np.array_equal(np.sort(everything(split)), np.arange(len(y)))
     assert {len(s) for s in label_sets(split, y)} == {n}
 
@@ -103,7 +107,7 @@ def test_the_same_seed_gives_the_same_split_on_any_machine() -> None:
     assert found == {
         "iid": "c4b560a2961254df",
         "dirichlet": "6c2441808820c1ad",
-        "classes": "fafabf8a5e1e3eb6",
+        "classes": "672dc29dbb6667ae",
         "one class, 99 %": "9f55a0055782c715",
     }
 
@@ -218,8 +222,12 @@ def test_b_k_is_a_random_part_of_the_client() -> None:
         (Iid(**common(2001)), "num_clients=2001: must be at most the number of training samples, 2000"),
         (Classes(**common(4), classes_per_client=2), "num_clients=4.*leaves some of the 10 classes to nobody"),
         (Classes(**common(4), classes_per_client=11), "classes_per_client=11: must be at most"),
-        (Classes(**common(1500), classes_per_client=2), "num_clients=1500: must be at most 1000"),
+        (
+            Classes(**common(1500), classes_per_client=2),
+            "num_clients=1500: must be at most 1000 for 2 classes a client",
+        ),
         (OneClass(**common(9), non_iid=1.0), "num_clients=9: must be at least the number of classes, 10"),
+        (OneClass(**common(10), non_iid=0.001), "non_iid=0.001: leaves 0 of class 0's 200 samples to its 1 clients"),
         (OneClass(**common(10, sigma=1.0), non_iid=1.0), "sigma=1.0: must be 0 where a class has a single client"),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedsim import check
 from fedsim.aggregator.fedavg import FedAvg
 from fedsim.cohort import Cohort
-from fedsim.task import Task
+from fedsim.task import Mode, Task
 from fedsim.types import Direction, Model, Probe, State, Tree
 
 
@@ -31,6 +31,7 @@ class Elastic(FedAvg):
     sensitivity: str
     layer: str
     batch_norm: str
+    batch_size: int | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +39,9 @@ class Elastic(FedAvg):
         check.number("mu", self.mu, ge=0, lt=1)
         check.choice("sensitivity", self.sensitivity, ("momentum", "average"))
         check.choice("layer", self.layer, ("tensor", "module"))
-        check.choice("batch_norm", self.batch_norm, ("eval", "train"))
+        check.choice("batch_norm", self.batch_norm, ("running", "batch"))
+        if self.batch_size is not None:
+            check.integer("batch_size", self.batch_size, ge=1)
 
     @property
     def uploads(self) -> int:
@@ -46,13 +49,14 @@ class Elastic(FedAvg):
 
     @property
     def probe(self) -> Probe:
-        return self.measure
+        return Probe(self.measure, self.batch_size)
 
     def measure(self, task: Task, model: Model, batches: Iterator[Tensor]) -> Tree:
         """Omega_k, one value for each scalar parameter."""
+        mode: Mode = "eval" if self.batch_norm == "running" else "batch_statistics"
         omega, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
         for x in batches:
-            g = task.output_norm_gradient(model, x, train=self.batch_norm == "train")
+            g = task.output_norm_gradient(model, x, mode)
             if self.sensitivity == "momentum":
                 omega = {n: self.mu * o + (1 - self.mu) * g[n].abs() for n, o in omega.items()}
             else:

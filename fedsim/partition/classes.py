@@ -3,7 +3,8 @@
 The law. Clients, the largest first, are dealt the n classes that have most samples left to give, with a random
 bonus of up to one client's worth, so that every class is held by about as many clients as it can feed; a class nobody
 holds yet is dealt before it is too late. Amounts are then balanced (iterative proportional fitting) so that every
-class is used up exactly and every client comes as near to its size as its classes allow.
+class is used up exactly and every client comes as near to its size as its classes allow. (n classes in all that a client
+holds; of a client with only a few samples, B_k may take the only ones of a class.)
 """
 
 from dataclasses import dataclass
@@ -36,11 +37,12 @@ class Classes(Partition):
                 f"with classes_per_client={n} leaves some of the {present} classes to nobody; "
                 f"must be at least {-(-present // n)}",
             )
-        if self.num_clients * n > len(labels):
+        most = int(np.minimum(supply, self.num_clients).sum()) // n
+        if self.num_clients > most:
             raise check.BadValue(
                 "num_clients",
                 self.num_clients,
-                f"must be at most {len(labels) // n} for {n} classes a client",
+                f"must be at most {most} for {n} classes a client: a class cannot have more holders than samples",
             )
         sizes = apportion(len(labels), self.relative_sizes(generator), minimum=n)
         holders = self._deal_classes(sizes, supply, generator)
@@ -49,27 +51,33 @@ class Classes(Partition):
         return deal(labels, [self._amounts(c, client, cls, amount, supply) for c in range(len(supply))], generator)
 
     def _deal_classes(self, sizes: np.ndarray, supply: np.ndarray, generator: rng.Rng) -> np.ndarray:
-        """[K, n]: the classes of each client."""
+        """[K, n]: the classes of each client. Where scarce classes leave the last clients too few, dealt again by how
+        many more holders each class can have, which always comes out."""
+        jitter = generator.random_sample((self.num_clients, len(supply)))
+        order = np.lexsort((generator.random_sample(self.num_clients), -sizes))
+        holders = self._try_to_deal(sizes, supply, order, jitter, by_room=False)
+        if holders is None:
+            holders = self._try_to_deal(sizes, supply, order, jitter, by_room=True)
+        assert holders is not None, "checked to be feasible"
+        return holders
+
+    def _try_to_deal(
+        self, sizes: np.ndarray, supply: np.ndarray, order: np.ndarray, jitter: np.ndarray, by_room: bool
+    ) -> np.ndarray | None:
         n, left = self.classes_per_client, supply.astype(np.float64)
-        room = supply.copy()  # every holder needs at least one sample
+        room = np.minimum(supply, self.num_clients)  # every holder needs at least one sample
         unheld = supply > 0
         holders = np.empty((self.num_clients, n), dtype=np.int64)
-        order = np.lexsort((generator.random_sample(self.num_clients), -sizes))
         for dealt, client in enumerate(order):
             share = sizes[client] / n
-            appeal = left + generator.random_sample(len(left)) * share
+            appeal = room + jitter[client] if by_room else left + jitter[client] * share
             appeal[room == 0] = -np.inf
-            order_of_appeal = np.argsort(-appeal, kind="stable")
+            ranked = np.argsort(-appeal, kind="stable")
             later = (self.num_clients - dealt - 1) * n
-            urgent = order_of_appeal[unheld[order_of_appeal]][: max(unheld.sum() - later, 0)]
-            appeal[urgent] = np.inf
+            appeal[ranked[unheld[ranked]][: max(unheld.sum() - later, 0)]] = np.inf  # nobody could hold them later
             picked = np.argsort(-appeal, kind="stable")[:n]
             if room[picked].min() == 0:
-                raise check.BadValue(
-                    "num_clients",
-                    self.num_clients,
-                    f"is too many for classes_per_client={n}: a class has fewer samples than clients that need it",
-                )
+                return None
             holders[client] = picked
             left[picked] -= share
             room[picked] -= 1

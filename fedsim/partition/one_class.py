@@ -43,7 +43,10 @@ class OneClass(Partition):
             own = clients[clients % classes == c]
             if supply[c] - pooled[c] < len(own):
                 raise check.BadValue(
-                    "num_clients", self.num_clients, f"is too many: class {c} has only {supply[c]} samples"
+                    "non_iid",
+                    self.non_iid,
+                    f"leaves {supply[c] - pooled[c]} of class {c}'s {supply[c]} samples to its {len(own)} clients; "
+                    "must be larger, or partition.num_clients smaller",
                 )
             amounts = apportion(int(supply[c] - pooled[c]), weights[own])
             wanted.append(np.concatenate([np.repeat(own, amounts), spread[starts[c] : starts[c + 1]]]))
