@@ -3,8 +3,8 @@
 The law. Clients, the largest first, are dealt the n classes that have most samples left to give, with a random
 bonus of up to one client's worth, so that every class is held by about as many clients as it can feed; a class nobody
 holds yet is dealt before it is too late. Amounts are then balanced (iterative proportional fitting) so that every
-class is used up exactly and every client comes as near to its size as its classes allow. (n classes in all that a client
-holds; of a client with only a few samples, B_k may take the only ones of a class.)
+class is used up exactly and every client comes as near to its size as its classes allow.
+(n classes in all that a client holds; where it has only a few samples, B_k may take the only one of a class.)
 """
 
 from dataclasses import dataclass
