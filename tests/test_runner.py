@@ -207,7 +207,7 @@ def test_what_is_judged_with_batch_norm() -> None:
             exp, data=FederatedData(replace(data, test_x=data.test_x[::20], test_y=data.test_y[::20]), split, exp.seed)
         )
 
-    longer = (*BATCH_NORM, "client.epochs=5")
+    longer = (*BATCH_NORM, "client.epochs=5", "client_optimizer.lr=0.05")
     exp = few(experiment(*longer, "aggregator=fednnnn", "aggregator.beta=2.0"))
     _, (row,) = play(exp)
     state, (expected,) = play(few(experiment(*longer, "aggregator=fedavg", "aggregator.weighting=uniform")))
