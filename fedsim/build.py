@@ -71,8 +71,9 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     with prefixed("partition"):
         split = partition(dataset.train_y.cpu().numpy(), config["seed"])
     rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
+    architecture = group(config, "model")
     with prefixed("model"):
-        module = group(config, "model")(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+        module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
     return Experiment(
         seed=config["seed"],
         rounds=config["rounds"],
@@ -100,6 +101,8 @@ def check_root(config: Mapping[str, Any]) -> None:
             raise check.InputError(f"{key} is missing")
     check.integer("rounds", config["rounds"], ge=1)
     check.integer("seed", config["seed"], ge=0)
+    for section in ("eval", "checkpoint"):
+        check.mapping(section, config[section])
     check.boolean("overwrite", config["overwrite"])
     check.boolean("deterministic", config["deterministic"])
     if set(config["checkpoint"]) != {"every"}:
@@ -114,8 +117,10 @@ def loggers(config: Mapping[str, Any]) -> list[Logger]:
 def group(config: Mapping[str, Any], name: str, above: str = "") -> Any:
     """The object a config group describes; its complaints come back under the group's name."""
     values, path = config[name], above + name
-    if not isinstance(values, Mapping) or "_target_" not in values:
-        raise check.BadValue(path, values, "must be a group with a _target_")
+    check.mapping(path, values)
+    if not isinstance(values.get("_target_"), str):
+        raise check.BadValue(f"{path}._target_", values.get("_target_"), "must be an import path")
+    check.boolean(f"{path}._partial_", values.get("_partial_", False))
     try:
         known = inspect.signature(get_object(values["_target_"])).parameters
     except (ImportError, ValueError) as error:
@@ -137,9 +142,7 @@ def prefixed(path: str) -> Iterator[None]:
     try:
         yield
     except (check.BadValue, InstantiationException) as error:
-        cause = error if isinstance(error, check.BadValue) else error.__cause__
+        cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, check.BadValue):
             raise check.BadValue(f"{path}.{cause.key}", cause.value, cause.valid) from error
-        if isinstance(cause, check.InputError):
-            raise cause from error
-        raise
+        raise cause from None

@@ -1,7 +1,7 @@
 """Bad input, said in one line: the key, its value, and what would be valid."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class InputError(Exception):
@@ -43,6 +43,12 @@ def choice(key: str, value: object, choices: Sequence[str]) -> None:
         raise BadValue(key, value, "must be one of " + ", ".join(choices))
 
 
+def mapping(key: str, value: object) -> None:
+    """A section with keys of its own."""
+    if not isinstance(value, Mapping):
+        raise BadValue(key, value, f"is a section; set one of its keys, as in {key}.KEY=VALUE")
+
+
 def boolean(key: str, value: object) -> None:
     """true or false, nothing that merely looks like it."""
     if not isinstance(value, bool):
@@ -60,6 +66,8 @@ def _bounds(
     lt: float | None,
 ) -> None:
     limits = [(">=", ge), (">", gt), ("<=", le), ("<", lt)]
+    if ok and isinstance(value, int) and abs(value) >= 2**63:
+        raise BadValue(key, value, f"must be {what} of at most 63 bits")
     if ok:
         assert isinstance(value, int | float)
         ok = (

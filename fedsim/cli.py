@@ -1,5 +1,6 @@
 """The `fedsim` command. Torch and the rest are imported when a run starts, so that --help answers at once."""
 
+import logging
 import os
 import sys
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fedsim import __version__
 from fedsim.check import InputError
-from fedsim.overrides import CONF, cell_name, explain, run_name
+from fedsim.overrides import CONF, cell_name, explain, misread, run_name
 
-BAD_INPUT, DIVERGED, BY_SIGNAL = 2, 3, {"SIGINT": 130, "SIGTERM": 143}
+BAD_INPUT, DIVERGED, BROKEN_PIPE, BY_SIGNAL = 2, 3, 141, {"SIGINT": 130, "SIGTERM": 143}
 
 
 @dataclass
@@ -52,8 +54,11 @@ class Command:
         except OSError as error:
             self.complain(f"{folder}: {error.strerror or error}; what was computed is kept, the same command goes on")
             return
-        except torch.OutOfMemoryError:
-            self.complain(f"device={device}: out of memory; smaller batches (client, eval) or another model need less")
+        except (MemoryError, RuntimeError) as error:
+            # torch's own class for a GPU, NumPy's for arrays, a plain RuntimeError for a tensor on the CPU
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            self.complain(f"device={device}: out of memory; smaller batches, models or datasets need less")
             return
         self.summaries[folder] = summary
         report.run(folder, summary, in_sweep=job.mode == RunMode.MULTIRUN)
@@ -69,15 +74,27 @@ class Command:
 
 def main() -> None:
     """Run, sweep or explain; every way it can go wrong is one line and an exit code."""
-    command = Command([a for a in sys.argv[1:] if "=" in a and not a.startswith("-")])
+    command = Command([a for a in sys.argv[1:] if ("=" in a or a.startswith("~")) and not a.startswith("-")])
+    # Flags first: argparse wants the overrides in one piece, a user types `fedsim seed=1 -m aggregator.tau=0.1,0.5`.
+    sys.argv[1:] = [a for a in sys.argv[1:] if a not in command.typed] + command.typed
+    if "--version" in sys.argv:
+        print(f"fedsim {__version__}")
+        return
+    if problem := misread(command.typed):
+        command.complain(problem)
+        sys.exit(command.exit_code)
     register_resolvers(command.typed)
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hand errors to us instead of printing them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing them
+    logging.getLogger("hydra").addHandler(logging.NullHandler())  # nor to the log
     try:
         hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(command.play)()
     except (HydraException, OmegaConfBaseException) as error:
         command.complain(explain(error, command.typed))
+    except BrokenPipeError:  # whoever read our output has gone: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     except OSError as error:  # Hydra makes the run's folder before it calls us
         command.complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
     except KeyboardInterrupt as interrupt:  # before the first round: there is nothing to keep

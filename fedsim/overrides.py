@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -42,40 +42,53 @@ def _folder_name(overrides: Iterable[str]) -> str:
     return name
 
 
-def explain(error: Exception, typed: Sequence[str]) -> str:
-    """One line on why the config could not be composed, with the nearest names that would have been valid."""
+def misread(typed: Sequence[str]) -> str | None:
+    """One line on an override that cannot be read, or a choice that no file of conf/ stands for."""
     try:
         overrides = OverridesParser.create().parse_overrides(list(typed))
-    except OverrideParseException as unreadable:
-        return f"{unreadable.override}: cannot be read as key=value ({_brief(unreadable)})"
+    except OverrideParseException as error:
+        reason = "quote it, as in 'key=\"value\"'" if "LexerNoViableAlt" in str(error) else _brief(error)
+        return f"{error.override}: cannot be read as key=value ({reason})"
+    for override in overrides:
+        group = str(override.key_or_group)
+        if not group:
+            return f"{override.input_line}: a key is missing before the ="
+        if override.is_delete() or not (CONF / group).is_dir():
+            continue
+        files = (CONF / group).rglob("*.yaml")
+        choices = sorted(p.relative_to(CONF / group).with_suffix("").as_posix() for p in files)
+        for value in _values(override):
+            if value not in choices:
+                return f"unknown choice {group}={value}; {_nearest(value, choices)}"
+    return None
+
+
+def explain(error: Exception, typed: Sequence[str]) -> str:
+    """One line on why readable overrides could not be composed, with the nearest names that would have been valid."""
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'", str(error))
     if ambiguous:
         return f"{ambiguous[1]}: several values are a sweep, which needs -m"
+    overrides = OverridesParser.create().parse_overrides(list(typed))
     groups = [o for o in overrides if (CONF / str(o.key_or_group)).is_dir()]
-    for override in groups:
-        choices = sorted(
-            p.relative_to(CONF / override.key_or_group).with_suffix("").as_posix()
-            for p in (CONF / override.key_or_group).rglob("*.yaml")
-        )
-        for value in _values(override):
-            if value not in ("null", *choices):
-                return f"unknown choice {override.key_or_group}={value}; {_nearest(value, choices)}"
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            chosen = [f"{o.key_or_group}={_values(o)[0]}" for o in groups if o.input_line and "[" not in o.input_line]
+            chosen = [f"{o.key_or_group}={_values(o)[0]}" for o in groups if not isinstance(o.value(), list)]
             keys = _keys(OmegaConf.to_container(compose("config", chosen), resolve=False))
     except (HydraException, OmegaConfBaseException):
         return _brief(error)
     for override in overrides:
         key = str(override.key_or_group)
-        if override not in groups and not override.is_add() and key.split(".")[0] != "hydra" and key not in keys:
-            return f"unknown key {key}; {_nearest(key, keys)}{_elsewhere(key)}"
+        if override in groups or override.is_add() or re.match(r"hydra\b", key) or key in keys:
+            continue
+        return f"unknown key {key}; {_nearest(key, keys)}{_elsewhere(key)}"
     return _brief(error)
 
 
 def _values(override: Override) -> list[str]:
-    """The choices an override names: several in a sweep or a list."""
+    """The choices an override names: several in a sweep or a list, none in a pattern that Hydra expands."""
     value = override.value()
+    if isinstance(value, Glob):
+        return []
     if override.is_sweep_override():
         return [str(v) for v in override.sweep_string_iterator()]
     return [str(v) for v in value] if isinstance(value, list) else ["null" if value is None else str(value)]

@@ -400,6 +400,21 @@ def test_a_checkpoint_never_runs_code(fedsim: Command, tmp_path: Path) -> None:
         (["eval.every=0"], "eval.every=0: must be a whole number >= 1"),
         (["schedule=step", "schedule.gamma=2"], "schedule.gamma=2: must be a number > 0 and <= 1"),
         (["data_dir=${nope}"], "Interpolation key 'nope' not found"),
+        (["model=null"], "unknown choice model=null; valid: cnn_cifar"),
+        (["partition=3"], "unknown choice partition=3; valid: classes, dirichlet"),
+        (["=3"], "=3: a key is missing before the ="),
+        (["seed=é"], "seed=é: cannot be read as key=value (quote it"),
+        (["seed=99999999999999999999"], "seed=99999999999999999999: must be a whole number of at most 63 bits"),
+        (["eval=3"], "eval=3: is a section; set one of its keys"),
+        (["checkpoint=null"], "checkpoint=None: is a section"),
+        (["model.hidden=128"], "model.hidden=128: must be a list of widths"),
+        (["model.hidden=[10000000,10000000]"], "device=cpu: out of memory"),
+        (["+model.depth=3"], "model.depth=3: unknown key; valid: hidden"),
+        (["dataset=synthetic", "dataset.seed=1.5"], "dataset.seed=1.5: must be a whole number >= 0"),
+        (["client_optimizer.nesterov=true"], "client_optimizer.nesterov=True: needs momentum > 0"),
+        (["aggregator._target_=foo.bar"], "aggregator._target_=foo.bar: cannot be imported"),
+        (["aggregator._target_=null"], "aggregator._target_=None: must be an import path"),
+        (["hydra/launcher=foo"], "Could not find 'hydra/launcher/foo'"),
         (["logger=wandb", "logger.wandb.mode=on"], "logger.wandb.mode=on: must be one of online, offline, disabled"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -478,6 +493,32 @@ def test_the_live_bar_on_a_terminal(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert re.search(r"round 40/40 .* accuracy \d+\.\d %  loss .* N/E 0\.\d+  boosted \d+ % .* left", text)
+
+
+def test_flags_may_stand_anywhere(fedsim: Command, tmp_path: Path) -> None:
+    result = fedsim(*QUICK, "rounds=1", "logger=[]", "-m", "seed=1,2")
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "outputs").glob("*/seed=*"))) == 2
+
+
+def test_the_version(fedsim: Command) -> None:
+    import fedsim as package
+
+    assert fedsim("--version").stdout == f"fedsim {package.__version__}\n"
+
+
+def test_a_reader_that_goes_away_loses_nothing(fedsim: Command, tmp_path: Path) -> None:
+    """`fedsim 2>&1 | head -2`: no traceback, and the same command finishes the run."""
+    process = start(*QUICK, "rounds=200", cwd=tmp_path)
+    assert process.stdout
+    shown = process.stdout.readline() + process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) not in (0, 2)
+    assert "Traceback" not in shown
+    done = len(pd.read_csv(only_folder(tmp_path) / "metrics.csv"))
+    assert json.loads((only_folder(tmp_path) / "summary.json").read_text())["status"] == "failed"
+    assert fedsim(*QUICK, f"rounds={done + 1}").returncode == 0
+    assert len(pd.read_csv(only_folder(tmp_path) / "metrics.csv")) == done + 1
 
 
 def test_bad_input_as_a_process(fedsim: Command) -> None:

@@ -21,6 +21,8 @@ class Sgd(Base):
         super().__post_init__()
         check.number("momentum", self.momentum, ge=0, lt=1)
         check.boolean("nesterov", self.nesterov)
+        if self.nesterov and not self.momentum:
+            raise check.BadValue("nesterov", self.nesterov, "needs momentum > 0")
 
     def init(self, params: Tree) -> State:
         return {"v": {n: torch.zeros_like(p) for n, p in params.items()}} if self.momentum else {}

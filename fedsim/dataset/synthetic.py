@@ -17,9 +17,10 @@ def mixture(
         ("test_samples", test_samples),
         ("features", features),
     ):
-        check.integer(key, count, ge=1)
-    check.integer("num_classes", num_classes, ge=2)
+        check.integer(key, count, ge=1, le=10**9)
+    check.integer("num_classes", num_classes, ge=2, le=10**9)
     check.number("separation", separation, ge=0)
+    check.integer("seed", seed, ge=0)
     generator = rng.generator(seed, "mixture")
     centres = generator.standard_normal((num_classes, features))
     centres *= separation / np.linalg.norm(centres, axis=1, keepdims=True)
@@ -37,7 +38,7 @@ def quadratic(m: float, G: float, samples: int) -> Dataset:
     optimum at 0. A sample is the pair (a, b) of a x^2 + b x; each client holds `samples` copies of its own."""
     check.number("m", m, gt=0)
     check.number("G", G)
-    check.integer("samples", samples, ge=1)
+    check.integer("samples", samples, ge=1, le=10**9)
     own = torch.tensor([[m, G], [0.0, -G]])
     train, whose = own.repeat_interleave(samples, 0), torch.arange(2).repeat_interleave(samples)
     return Dataset(train, whose, own, torch.arange(2), 2, torch.ones(1), torch.zeros(1), classification=False)

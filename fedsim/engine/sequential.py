@@ -16,7 +16,7 @@ class Sequential:
     threads: int
 
     def __post_init__(self) -> None:
-        check.integer("threads", self.threads, ge=1)
+        check.integer("threads", self.threads, ge=1, le=1024)
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         torch.set_num_threads(self.threads)

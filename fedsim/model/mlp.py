@@ -1,6 +1,5 @@
 """Fully connected networks: logistic regression (no hidden layer) and multilayer perceptrons."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -12,8 +11,10 @@ from fedsim import check
 class Mlp(nn.Module):
     """Flattened input, hidden layers with ReLU, logits."""
 
-    def __init__(self, hidden: Sequence[int], input_shape: tuple[int, ...], num_classes: int) -> None:
+    def __init__(self, hidden: list[int], input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
+        if not isinstance(hidden, list):
+            raise check.BadValue("hidden", hidden, "must be a list of widths, such as [128] or [200,100]")
         for width in hidden:
             check.integer("hidden", width, ge=1)
         widths = [prod(input_shape), *hidden, num_classes]
