@@ -49,6 +49,12 @@ def mapping(key: str, value: object) -> None:
         raise BadValue(key, value, f"is a section; set one of its keys, as in {key}.KEY=VALUE")
 
 
+def text(key: str, value: object) -> None:
+    """A word or a sentence; a name that looks like a number is quoted twice: 'key="1"'."""
+    if not isinstance(value, str) or not value:
+        raise BadValue(key, value, "must be text; something that looks otherwise is quoted, as in 'key=\"1\"'")
+
+
 def boolean(key: str, value: object) -> None:
     """true or false, nothing that merely looks like it."""
     if not isinstance(value, bool):

@@ -415,6 +415,8 @@ def test_a_checkpoint_never_runs_code(fedsim: Command, tmp_path: Path) -> None:
         (["aggregator._target_=foo.bar"], "aggregator._target_=foo.bar: cannot be imported"),
         (["aggregator._target_=null"], "aggregator._target_=None: must be an import path"),
         (["hydra/launcher=foo"], "Could not find 'hydra/launcher/foo'"),
+        (["logger=wandb", "logger.wandb.project=1"], "logger.wandb.project=1: must be text"),
+        (["logger=wandb", "logger.wandb.tags=x"], "logger.wandb.tags=x: must be a list of words"),
         (["logger=wandb", "logger.wandb.mode=on"], "logger.wandb.mode=on: must be one of online, offline, disabled"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -19,6 +19,14 @@ class Wandb:
 
     def __post_init__(self) -> None:
         check.choice("mode", self.mode, ("online", "offline", "disabled"))
+        check.text("project", self.project)
+        for key, optional in (("entity", self.entity), ("group", self.group)):
+            if optional is not None:
+                check.text(key, optional)
+        if not isinstance(self.tags, list):
+            raise check.BadValue("tags", self.tags, "must be a list of words, such as [baseline,mnist]")
+        for tag in self.tags:
+            check.text("tags", tag)
 
     def open(self, run: RunInfo) -> None:
         import wandb

@@ -1,5 +1,6 @@
 """Fully connected networks: logistic regression (no hidden layer) and multilayer perceptrons."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -11,9 +12,9 @@ from fedsim import check
 class Mlp(nn.Module):
     """Flattened input, hidden layers with ReLU, logits."""
 
-    def __init__(self, hidden: list[int], input_shape: tuple[int, ...], num_classes: int) -> None:
+    def __init__(self, hidden: Sequence[int], input_shape: tuple[int, ...], num_classes: int) -> None:
         super().__init__()
-        if not isinstance(hidden, list):
+        if isinstance(hidden, str) or not isinstance(hidden, Sequence):
             raise check.BadValue("hidden", hidden, "must be a list of widths, such as [128] or [200,100]")
         for width in hidden:
             check.integer("hidden", width, ge=1)
