@@ -4,22 +4,28 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from fedsim import check, rng
+from fedsim.client.loadaboost import LoAdaBoost
 from fedsim.data import FederatedData
 from fedsim.logger.base import Logger
+from fedsim.participation.asynchronous import Asynchronous
+from fedsim.privacy.channel import Privacy
 from fedsim.runner import Evaluate, Experiment
 from fedsim.task import Task
+from fedsim.types import Aggregator, Client, Participation
 
 GROUPS = (
     *("dataset", "partition", "model", "client", "client_optimizer", "schedule", "aggregator", "server_optimizer"),
-    *("participation", "engine", "logger"),
+    *("participation", "engine", "shared_data", "privacy", "logger"),
 )
 ROOT = ("rounds", "seed", "device", "data_dir", "overwrite", "deterministic", "eval", "checkpoint", *GROUPS)
 
@@ -58,6 +64,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
     partition, participation = group(config, "partition"), group(config, "participation")
+    privacy, shared = group(config, "privacy"), group(config, "shared_data")
     evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **config["eval"]}}, "eval")
     assert isinstance(evaluate, Evaluate)
     with prefixed("participation"):
@@ -67,9 +74,19 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
             "partition.sensitivity_fraction", 0, "must be > 0 for this aggregator, which measures on B_k"
         )
 
+    with prefixed("client"):
+        client.check(client_optimizer)
+    compatible(privacy, client, aggregator, participation)
+
     dataset = group(config, "dataset").to(where)
+    labels = dataset.train_y.cpu().numpy()
+    with prefixed("shared_data"):
+        global_set = shared.draw(labels, config["seed"])
+    others = np.setdiff1d(np.arange(len(labels)), global_set) if len(global_set) else np.arange(len(labels))
     with prefixed("partition"):
-        split = partition(dataset.train_y.cpu().numpy(), config["seed"])
+        split = partition(labels[others], config["seed"])
+    split = replace(split, indices=others[split.indices])
+    data = FederatedData(dataset, split, config["seed"], global_set, round(shared.alpha * len(global_set)))
     rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
     architecture = group(config, "model")
     with prefixed("model"):
@@ -78,7 +95,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         seed=config["seed"],
         rounds=config["rounds"],
         task=Task(module, dataset),
-        data=FederatedData(dataset, split, config["seed"]),
+        data=data,
         client=client,
         client_optimizer=client_optimizer,
         schedule=schedule,
@@ -87,7 +104,24 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         participation=participation,
         engine=engine,
         eval=evaluate,
+        privacy=privacy,
+        warmup_epochs=shared.warmup_epochs,
     )
+
+
+def compatible(privacy: Privacy, client: Client, aggregator: Aggregator, participation: Participation) -> None:
+    """What cannot be promised together."""
+    asynchronous = isinstance(participation, Asynchronous)
+    if aggregator.individual and (privacy.active or asynchronous):
+        raise check.InputError("aggregator=pfnm needs each client's model: use privacy=none and participation=uniform")
+    if privacy.active and asynchronous:
+        raise check.InputError("privacy: a sum hides its clients only in synchronous rounds; use participation=uniform")
+    if privacy.noise_multiplier and aggregator.weighting != "uniform":
+        raise check.BadValue(
+            "aggregator.weighting", aggregator.weighting, "must be uniform with privacy.noise_multiplier > 0"
+        )
+    if privacy.noise_multiplier and isinstance(client, LoAdaBoost):
+        raise check.InputError("client=loadaboost reports losses that no noise covers; use privacy.noise_multiplier=0")
 
 
 def check_root(config: Mapping[str, Any]) -> None:

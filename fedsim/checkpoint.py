@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fedsim import check
-from fedsim.runner import RunState
+from fedsim.runner import Broadcast, RunState
 from fedsim.types import Model
 
 
@@ -20,8 +20,11 @@ def save(path: Path, state: RunState, elapsed_s: float) -> None:
         "buffers": state.model.buffers,
         "aggregator": state.aggregator,
         "server": state.server,
+        "rule": state.rule,
         "clients": dict(state.clients),
         "norm_integrated": state.norm_integrated,
+        "clock": state.clock,
+        "underway": {v: (b.model.params, b.model.buffers, b.shared) for v, b in state.underway.items()},
         "elapsed_s": elapsed_s,
     }
     temporary = path.with_suffix(".tmp")
@@ -37,12 +40,15 @@ def load(path: Path, device: torch.device) -> tuple[RunState, float]:
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         state = RunState(
-            content["round"],
-            Model(content["params"], content["buffers"]),
-            content["aggregator"],
-            content["server"],
-            content["clients"],
-            content["norm_integrated"],
+            round=content["round"],
+            model=Model(content["params"], content["buffers"]),
+            aggregator=content["aggregator"],
+            server=content["server"],
+            rule=content["rule"],
+            clients=content["clients"],
+            norm_integrated=content["norm_integrated"],
+            clock=content["clock"],
+            underway={v: Broadcast(Model(p, b), shared) for v, (p, b, shared) in content["underway"].items()},
         )
         return state, content["elapsed_s"]
     except (RuntimeError, EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:

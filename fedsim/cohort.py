@@ -1,22 +1,35 @@
 """What the server learns from a round: weighted sums over the sampled clients, never their models one by one.
 
 Clients are added one after another (or, by later engines, chunk after chunk), so memory does not grow with the cohort.
+An aggregator that truly needs every model (PFNM) says so; it alone is given them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fedsim.layers import Layers
 from fedsim.local import LocalResult
-from fedsim.types import Model, State, Tree
+from fedsim.privacy.channel import Part, Summation
+from fedsim.types import Model, State, Tree, Work
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client's upload, for an aggregator that needs them all."""
+
+    weight: float
+    params: Tree
+    measured: Tree | None
 
 
 @dataclass(frozen=True)
 class Cohort:
     """A round's clients, reduced. Weights w_k sum to one; delta_k = theta - theta_k."""
 
+    server: Model
+    """theta, as it is now."""
     delta: Tree
     """sum_k w_k delta_k: the naive aggregate, a pseudo-gradient."""
     buffers: Tree
@@ -31,38 +44,71 @@ class Cohort:
     """sum_k w_k (mean training loss of client k)."""
     states: dict[int, State]
     """What clients keep for their next round."""
+    count: int = 0
+    """How many clients."""
+    staleness: int = 0
+    """Updates the server has made since the clients were sent their model (asynchronous training)."""
+    sent: Tree | None = None
+    """Plain mean of what the client rule sends beside the model (SCAFFOLD: control variates' changes)."""
+    reports: Sequence[Tensor] = ()
+    """What each client reports (LoAdaBoost: its loss)."""
+    members: Sequence[Member] = ()
+    """Each client's upload, for an aggregator that is `individual`."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
 class CohortSum:
     """Adds clients up as they finish."""
 
-    def __init__(self, model: Model, layers: Layers) -> None:
-        self._model, self._layers = model, layers
-        self._delta = {n: torch.zeros_like(p) for n, p in model.params.items()}
+    def __init__(self, work: Work, count: int) -> None:
+        self._work, self._layers, self._count = work, work.task.layers, count
+        server, layers = work.server, work.task.layers
+        self._sum = work.privacy.open(work) if work.privacy else Summation()
+        self._sum.expect("delta", server.params)
         # A counter among the buffers (batch norm's num_batches_tracked) is averaged as a float and rounded back.
-        self._buffers = {n: torch.zeros_like(b, dtype=_summable(b)) for n, b in model.buffers.items()}
-        self._measured: Tree | None = None
+        self._sum.expect("buffers", {n: torch.zeros_like(b, dtype=_summable(b)) for n, b in server.buffers.items()})
         self._E = torch.zeros(len(layers.names) + len(layers.parts), device=layers.members.device)
         self._loss = torch.zeros((), device=layers.members.device)
         self._states: dict[int, State] = {}
+        self._reports: list[Tensor] = []
+        self._members: list[Member] = []
 
     def add(self, client: int, weight: float, result: LocalResult) -> None:
-        delta = {n: p - result.params[n] for n, p in self._model.params.items()}
-        _add(self._delta, delta, weight)
-        _add(self._buffers, result.buffers, weight)
+        delta = {n: p - result.params[n] for n, p in self._work.server.params.items()}
+        parts = {"delta": Part(weight, delta), "buffers": Part(weight, result.buffers)}
         if result.measured is not None:
-            if self._measured is None:
-                self._measured = {n: torch.zeros_like(t) for n, t in result.measured.items()}
-            _add(self._measured, result.measured, weight)
+            parts["measured"] = Part(weight, result.measured)
+        if result.sent is not None:
+            parts["sent"] = Part(1 / self._count, result.sent)
+        self._sum.add(client, parts)
         self._E.add_(self._layers.norms(delta), alpha=weight)
         self._loss.add_(result.loss, alpha=weight)
         if result.state is not None:
             self._states[client] = result.state
+        if result.report is not None:
+            self._reports.append(result.report)
+        if self._work.individual:
+            self._members.append(Member(weight, result.params, result.measured))
 
     def result(self) -> Cohort:
-        buffers = {n: _as(total, self._model.buffers[n].dtype) for n, total in self._buffers.items()}
-        N = self._layers.norms(self._delta)
-        return Cohort(self._delta, buffers, self._measured, N, self._E, self._loss, self._states)
+        total, server = self._sum.total(), self._work.server
+        buffers = {n: _as(t, server.buffers[n].dtype) for n, t in total["buffers"].items()}
+        return Cohort(
+            server=server,
+            delta=total["delta"],
+            buffers=buffers if self._count else server.buffers,
+            measured=total.get("measured"),
+            N=self._layers.norms(total["delta"]),
+            E=self._E,
+            loss=self._loss,
+            states=self._states,
+            count=self._count,
+            staleness=self._work.staleness,
+            sent=total.get("sent"),
+            reports=self._reports,
+            members=self._members,
+            metrics=self._sum.metrics(),
+        )
 
 
 def _summable(buffer: Tensor) -> torch.dtype:
@@ -71,8 +117,3 @@ def _summable(buffer: Tensor) -> torch.dtype:
 
 def _as(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total if total.dtype == dtype else total.round().to(dtype)
-
-
-def _add(total: Tree, tree: Tree, weight: float) -> None:
-    for name, t in total.items():
-        t.add_(tree[name], alpha=weight)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -93,25 +93,49 @@ class FederatedData:
     split: Split
     seed: int
 
-    def batches(self, round: int, client: int, epochs: int, batch_size: int | None) -> Iterator[Batch]:
-        """The client's training batches of a round: each epoch a fresh order of D_k, the last batch may be short."""
-        data, own = self.dataset, self.split.training(client)
-        size = batch_size or len(own)
-        order_rng = rng.generator(self.seed, "batches", round, client)
-        augment_rng = rng.generator(self.seed, "augment", round, client) if data.augment else None
-        for _ in range(epochs):
-            order = self._on_device(own[order_rng.permutation(len(own))])
-            draws = None if augment_rng is None else self._on_device(_draw_crops(augment_rng, len(own)))
-            for start in range(0, len(own), size):
-                index = order[start : start + size]
-                x = data.train_x[index]
-                if draws is not None:
-                    x = crop_and_flip(x, draws[start : start + size])
-                yield data.inputs(x), data.train_y[index]
+    global_set: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """G, positions of the samples that belong to no client (shared_data)."""
+    portion: int = 0
+    """How many samples of G each client adds to its own."""
+
+    @property
+    def num_clients(self) -> int:
+        return self.split.num_clients
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many samples every client trains on: |D_k|, and its portion of G."""
+        return self.split.sizes + self.portion
+
+    def training(self, client: int) -> np.ndarray:
+        """What a client trains on: D_k, and its own random portion of G."""
+        own = self.split.training(client)
+        if not self.portion:
+            return own
+        drawn = rng.sample(rng.generator(self.seed, "shared", client), len(self.global_set), self.portion)
+        return np.concatenate([own, self.global_set[drawn]])
+
+    def client(self, client: int, round: int, batch_size: int | None, purpose: str = "batches") -> "ClientData":
+        """A client's samples, in the order that is this round's (and this purpose's)."""
+        return ClientData(self, client, round, batch_size, purpose)
+
+    def label_counts(self) -> np.ndarray:
+        """[clients, classes]: what every client trains on."""
+        labels, classes = self.dataset.train_y.cpu().numpy(), self.dataset.num_classes
+        owner = np.repeat(np.arange(self.num_clients), np.diff(self.split.offsets))
+        trained = np.concatenate([self.split.sensitivity(k) for k in range(self.num_clients)])
+        table = np.bincount(owner * classes + labels[self.split.indices], minlength=self.num_clients * classes)
+        held = np.repeat(np.arange(self.num_clients), self.split.held)
+        table -= np.bincount(held * classes + labels[trained], minlength=self.num_clients * classes)
+        table = table.reshape(self.num_clients, classes)
+        if self.portion:
+            for k in range(self.num_clients):
+                table[k] += np.bincount(labels[self.training(k)[-self.portion :]], minlength=classes)
+        return table
 
     def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         """B_k without its labels, in the order in which it was drawn."""
-        held = self._on_device(self.split.sensitivity(client))
+        held = self.on_device(self.split.sensitivity(client))
         size = batch_size or max(len(held), 1)
         for start in range(0, len(held), size):
             yield self.dataset.inputs(self.dataset.train_x[held[start : start + size]])
@@ -121,11 +145,64 @@ class FederatedData:
         """Positions of all samples that some client trains on."""
         split, counts = self.split, np.diff(self.split.offsets)
         place = np.arange(len(split.indices)) - np.repeat(split.offsets[:-1], counts)
-        return self._on_device(np.sort(split.indices[place >= np.repeat(split.held, counts)]))
+        own = split.indices[place >= np.repeat(split.held, counts)]
+        return self.on_device(np.sort(np.concatenate([own, self.global_set]) if self.portion else own))
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
+    def on_device(self, array: np.ndarray) -> Tensor:
         # Not non_blocking: the array is a temporary, and MPS would read it after it is gone.
         return torch.from_numpy(array).to(self.dataset.train_y.device)
+
+
+class ClientData:
+    """One client's samples in one round. Going over them twice goes on where the first time ended."""
+
+    def __init__(self, whole: FederatedData, client: int, round: int, batch_size: int | None, purpose: str) -> None:
+        self._whole, self._own = whole, whole.training(client)
+        self._size = batch_size or len(self._own)
+        self._order = rng.generator(whole.seed, purpose, round, client)
+        self._augment = rng.generator(whole.seed, "augment", round, client) if whole.dataset.augment else None
+        self._extra = (whole.seed, f"{purpose}, extra", round, client)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    @property
+    def steps(self) -> int:
+        """Batches in an epoch."""
+        return -(-len(self._own) // self._size)
+
+    def batches(self, epochs: int) -> Iterator[Batch]:
+        """The training batches: each epoch a fresh order of the samples, the last batch may be short."""
+        data = self._whole.dataset
+        for _ in range(epochs):
+            order = self._whole.on_device(self._own[self._order.permutation(len(self._own))])
+            draws = None
+            if self._augment is not None:
+                draws = self._whole.on_device(_draw_crops(self._augment, len(self._own)))
+            for start in range(0, len(self._own), self._size):
+                index = order[start : start + self._size]
+                x = data.train_x[index]
+                if draws is not None:
+                    x = crop_and_flip(x, draws[start : start + self._size])
+                yield data.inputs(x), data.train_y[index]
+
+    @cached_property
+    def extra(self) -> Iterator[Batch]:
+        """More batches, as many as one likes, each drawn afresh and independently of the training batches."""
+        return self._draw(rng.generator(*self._extra))
+
+    def _draw(self, generator: rng.Rng) -> Iterator[Batch]:
+        data, size = self._whole.dataset, min(self._size, len(self._own))
+        while True:
+            index = self._whole.on_device(self._own[rng.sample(generator, len(self._own), size)])
+            yield data.inputs(data.train_x[index]), data.train_y[index]
+
+    def all(self) -> Iterator[Batch]:
+        """Every sample once, in a fixed order, as it is."""
+        data = self._whole.dataset
+        for start in range(0, len(self._own), self._size):
+            index = self._whole.on_device(self._own[start : start + self._size])
+            yield data.inputs(data.train_x[index]), data.train_y[index]
 
 
 def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:

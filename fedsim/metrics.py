@@ -20,6 +20,19 @@ METRICS = {
     "client/loss": "sum_k w_k (mean loss of client k's batches, each before its step)",
     "sent/accuracy": "test accuracy of the model that is sent out, where another one is evaluated",
     "sent/loss": "its mean loss on the test set",
+    "time/virtual_s": "virtual seconds since the start: delay + steps / speed of the slowest (or next) client",
+    "clients/arrived": "clients whose update was used",
+    "async/staleness": "updates the server made while the round's client trained (participation=async)",
+    "async/discarded": "updates thrown away before this one, for being too stale",
+    "privacy/epsilon": "epsilon spent so far, for privacy.delta",
+    "privacy/clipped_fraction": "share of the clients whose update was clipped",
+    "pfnm/units": "hidden units of the global model (aggregator=pfnm)",
+    "personal/accuracy_before": "of the global model on test samples of a client's label mix; mean weighted by |D_k|",
+    "personal/accuracy_after": "the same of the client's own model",
+    "personal/accuracy_before_uniform": "the plain mean over clients",
+    "personal/accuracy_after_uniform": "the plain mean over clients",
+    "personal/accuracy_before_std": "standard deviation over clients",
+    "personal/accuracy_after_std": "standard deviation over clients",
     "norm/N_conv": "N over the convolutional layers alone",
     "norm/E_conv": "E over the convolutional layers alone",
     "norm/N_server_conv": "N_server over the convolutional layers alone",
@@ -38,7 +51,7 @@ LAYER_METRICS = {
     "boosted_fraction": "share of its scalar parameters with zeta > 1 (elastic)",
 }
 
-EVALUATED = ("test/", "train/", "sent/")
+EVALUATED = ("test/", "train/", "sent/", "personal/")
 """Metrics of evaluation rounds only (eval.every); blank in between."""
 
 FINITE = ("client/loss", "test/loss", "train/loss", "norm/N_server")

@@ -3,20 +3,24 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim import check
+from fedsim import check, growth, personal, shared_data
 from fedsim.cohort import Cohort
 from fedsim.data import FederatedData
 from fedsim.metrics import FINITE
+from fedsim.privacy.channel import Privacy
 from fedsim.task import Evaluation, Task
 from fedsim.types import (
     Aggregator,
     Client,
     ClientOptimizer,
+    Clock,
     Direction,
     Engine,
     Model,
@@ -24,6 +28,7 @@ from fedsim.types import (
     Participation,
     Schedule,
     State,
+    Turn,
     Work,
 )
 
@@ -35,11 +40,20 @@ class Evaluate:
     every: int
     train: bool
     batch_size: int
+    personal: bool | None
+    """Also each client's own model; None: where the client rule is about it."""
+    personal_clients: int | float
 
     def __post_init__(self) -> None:
         check.integer("every", self.every, ge=1)
         check.boolean("train", self.train)
         check.integer("batch_size", self.batch_size, ge=1)
+        if self.personal is not None:
+            check.boolean("personal", self.personal)
+        if isinstance(self.personal_clients, float):
+            check.number("personal_clients", self.personal_clients, gt=0, le=1)
+        else:
+            check.integer("personal_clients", self.personal_clients, ge=1)
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,25 @@ class Experiment:
     participation: Participation
     engine: Engine
     eval: Evaluate
+    privacy: Privacy
+    warmup_epochs: int
+    """Epochs on the global set G before the first round (shared_data)."""
+
+    @cached_property
+    def steps(self) -> Sequence[int]:
+        """Local steps that every client would take in a round."""
+        epoch = np.ceil(self.data.sizes / (self.client.batch_size or np.inf)) if self.client.batch_size else 1
+        steps: list[int] = (self.client.epochs * np.broadcast_to(epoch, self.data.num_clients)).astype(int).tolist()
+        return steps
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What clients are sent at the start of a round."""
+
+    model: Model
+    shared: State
+    """The client rule's part of it (SCAFFOLD: c)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +102,14 @@ class RunState:
     model: Model
     aggregator: State
     server: State
+    rule: State
+    """What the server remembers for the client rule."""
     clients: Mapping[int, State]
+    """What each client keeps: only those that ever took part, and only where there is something to keep."""
     norm_integrated: float
+    clock: Clock
+    underway: Mapping[int, Broadcast]
+    """What clients that are still training were sent, by the round it was sent in (asynchronous training)."""
 
 
 Row = dict[str, float]
@@ -80,13 +119,20 @@ LayerRows = dict[str, Sequence[float]]
 
 def initial_state(exp: Experiment) -> RunState:
     model = exp.task.initial_model()
+    if exp.warmup_epochs and len(exp.data.global_set):
+        model = shared_data.warm_up(
+            exp.task, exp.data, exp.client_optimizer, model, exp.warmup_epochs, exp.client.batch_size
+        )
     return RunState(
-        0,
-        model,
-        exp.aggregator.init(model.params),
-        exp.server_optimizer.init(model.params),
-        {},
+        round=0,
+        model=model,
+        aggregator=exp.aggregator.init(model.params),
+        server=exp.server_optimizer.init(model.params),
+        rule=exp.client.init(model.params),
+        clients={},
         norm_integrated=0.0,
+        clock={"now": 0.0},
+        underway={},
     )
 
 
@@ -106,50 +152,110 @@ def diverged(row: Row) -> bool:
 
 def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     """One round: sample, train, aggregate, step, measure."""
-    started, round, old = time.perf_counter(), state.round, state.model
-    clients = exp.participation(exp.seed, round, exp.data.split.num_clients)
-    work = Work(
+    started, round = time.perf_counter(), state.round
+    turn = exp.participation(exp.seed, round, exp.steps, state.clock)
+    # A round that too few clients answer for the masks to be lifted is void, as one that nobody answers.
+    clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []
+    work = assign(exp, state, turn)
+    cohort = exp.engine(work, clients, weights(exp, clients))
+    if clients:
+        direction = exp.aggregator.direction(cohort, state.aggregator)
+        origin = direction.origin or state.model.params
+        server = growth.padded_state(state.server, origin)
+        params, server = exp.server_optimizer.step(origin, direction.tree, server, exp.server_optimizer.lr)
+        model = Model(params, direction.buffers or cohort.buffers)
+        rule = exp.client.merge(growth.padded_state(state.rule, origin), cohort, exp.data.num_clients)
+        kept = {**state.clients, **cohort.states} if cohort.states else state.clients
+    else:
+        direction, model = Direction({}, state.aggregator), state.model
+        server, rule, kept = state.server, state.rule, state.clients
+
+    row, layer_rows = measure(exp, state, cohort, direction, Broadcast(model, rule), kept)
+    size = sum(t.numel() * t.element_size() for t in (*model.params.values(), *model.buffers.values()))
+    down, up = exp.client.traffic
+    row["client_lr"] = work.lr
+    row["comm/down_bytes"] = size * down * len(turn.sampled)
+    row["comm/up_bytes"] = size * (up + exp.aggregator.extra_uploads if up else 0) * len(turn.clients)
+    row["clients/arrived"] = len(clients)
+    row["async/staleness"] = round - turn.version
+    row["async/discarded"] = turn.discarded
+    row["time/virtual_s"] = turn.clock["now"]  # type: ignore[assignment]
+    if exp.privacy.noise_multiplier:
+        row["privacy/epsilon"] = exp.privacy.epsilon(round + 1, exp.data.num_clients, len(turn.sampled))
+    row["time/round_s"] = time.perf_counter() - started
+    after = RunState(
+        round=round + 1,
+        model=model,
+        aggregator=direction.state,
+        server=server,
+        rule=rule,
+        clients=kept,
+        norm_integrated=row["norm/N_integrated"],
+        clock=turn.clock,
+        underway=underway(state, turn, Broadcast(model, rule)),
+    )
+    return after, row, layer_rows
+
+
+def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
+    """What the round's clients are given: the present model, or the one they were sent when they started."""
+    sent = state.underway.get(turn.version) or Broadcast(state.model, state.rule)
+    return Work(
         task=exp.task,
         data=exp.data,
         client=exp.client,
         optimizer=exp.client_optimizer,
         probe=exp.aggregator.probe,
-        model=old,
-        lr=exp.schedule(exp.client_optimizer.lr, round),
+        model=sent.model,
+        server=state.model,
+        shared=sent.shared,
+        lr=exp.schedule(exp.client_optimizer.lr, turn.version),
         seed=exp.seed,
-        round=round,
+        round=turn.version,
         states=state.clients,
+        effort=turn.effort,
+        individual=exp.aggregator.individual,
+        privacy=exp.privacy,
+        sampled=turn.sampled,
+        staleness=state.round - turn.version,
     )
-    cohort = exp.engine(work, clients, weights(exp, clients))
-    direction = exp.aggregator.direction(cohort, state.aggregator)
-    params, server = exp.server_optimizer.step(old.params, direction.tree, state.server, exp.server_optimizer.lr)
-    model = Model(params, cohort.buffers)
 
-    row, layer_rows = measure(exp, state, cohort, direction, model)
-    size = sum(t.numel() * t.element_size() for t in (*params.values(), *cohort.buffers.values()))
-    row["client_lr"] = work.lr
-    row["comm/down_bytes"] = size * len(clients)
-    row["comm/up_bytes"] = size * len(clients) * exp.aggregator.uploads
-    row["time/round_s"] = time.perf_counter() - started
-    kept = {**state.clients, **cohort.states} if cohort.states else state.clients
-    return RunState(round + 1, model, direction.state, server, kept, row["norm/N_integrated"]), row, layer_rows
+
+def underway(state: RunState, turn: Turn, new: Broadcast) -> Mapping[int, Broadcast]:
+    """What must be kept for the clients that are still training."""
+    running = turn.clock.get("running")
+    if not isinstance(running, list):
+        return {}
+    sent = {0: Broadcast(state.model, state.rule)} if state.round == 0 else dict(state.underway)
+    sent[state.round + 1] = new
+    wanted = {int(version) for _, _, version, _ in running}
+    return {version: broadcast for version, broadcast in sent.items() if version in wanted}
 
 
 def measure(
-    exp: Experiment, state: RunState, cohort: Cohort, direction: Direction, model: Model
+    exp: Experiment,
+    state: RunState,
+    cohort: Cohort,
+    direction: Direction,
+    new: Broadcast,
+    kept: Mapping[int, State],
 ) -> tuple[Row, LayerRows]:
     """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
-    layers, old = exp.task.layers, state.model.params
+    layers, old, model = exp.task.layers, growth.padded(state.model.params, new.model.params), new.model
     moved = layers.norms({n: p - old[n] for n, p in model.params.items()})
     norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
-    values = {"client/loss": cohort.loss} | direction.metrics
+    values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
     for i, part in enumerate(layers.parts, start=len(layers.names)):
         values |= {f"norm/{name}" + ("" if part == "all" else f"_{part}"): norm[i] for name, norm in norms.items()}
     table = {name: norm[: len(layers.names)] for name, norm in norms.items()} | direction.layers
     evaluations: dict[str, Evaluation] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
-        averaged = Model({n: p - cohort.delta[n] for n, p in old.items()}, cohort.buffers)
+        averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
         evaluations = evaluate(exp, model, averaged)
+        if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
+            turn = Turn((), (), {}, state.round + 1, {})
+            later = replace(state, round=state.round + 1, model=new.model, rule=new.shared, clients=kept, underway={})
+            values |= personal.accuracy(assign(exp, later, turn), exp.eval.personal_clients, exp.eval.batch_size)
 
     row, layer_rows = fetch(values, evaluations, table)
     row["round"] = state.round + 1
@@ -163,7 +269,7 @@ def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
     """w_k = |D_k| / sum |D_k| over the sampled clients, or 1/m where the server does not know the sizes."""
     if exp.aggregator.weighting == "uniform":
         return [1 / len(clients)] * len(clients)
-    sizes = exp.data.split.sizes[list(clients)]
+    sizes = exp.data.sizes[list(clients)]
     shares: list[float] = (sizes / sizes.sum()).tolist()
     return shares
 

@@ -1,5 +1,6 @@
 """The learning task: a model's structure and its loss, as pure functions of parameters and data."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.data import Dataset
+from fedsim.data import ClientData, Dataset
 from fedsim.layers import Layers
 from fedsim.types import Batch, Model, Tree
 
@@ -67,6 +68,22 @@ class Task:
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         loss = self.losses(self.outputs(leaves, buffers, x, "train"), y).mean()
         return _gradients(loss, leaves), loss.detach()
+
+    def full_gradient(self, model: Model, batches: Iterable[Batch]) -> Tree:
+        """Gradient of the mean loss over all of the batches at one place; the model is left as it was."""
+        total, seen = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
+        for batch in batches:
+            grads, _ = self.gradient(model.params, {n: b.clone() for n, b in model.buffers.items()}, batch)
+            for name, t in total.items():
+                t.add_(grads[name], alpha=len(batch[1]))
+            seen += len(batch[1])
+        return {n: t / seen for n, t in total.items()}
+
+    @torch.no_grad()
+    def mean_loss(self, model: Model, data: ClientData) -> Tensor:
+        """Over all of a client's samples, as the model would predict them."""
+        total = sum(self.losses(self.outputs(model.params, model.buffers, x, "eval"), y).sum() for x, y in data.all())
+        return torch.as_tensor(total) / len(data)
 
     def output_norm_gradient(self, model: Model, x: Tensor, mode: Mode) -> Tree:
         """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was."""

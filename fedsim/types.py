@@ -8,14 +8,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from fedsim.cohort import Cohort
-    from fedsim.data import FederatedData
+    from fedsim.data import ClientData, FederatedData
+    from fedsim.privacy.channel import Privacy
     from fedsim.task import Task
 
 Tree = dict[str, Tensor]
 """A model's tensors by name (as `named_parameters` gives them): the only form in which a model crosses a boundary."""
 
 State = dict[str, Tree]
-"""What an optimizer or aggregator remembers from one step to the next, e.g. {"m": Tree, "v": Tree}."""
+"""What an optimizer, an aggregator or a client remembers, e.g. {"m": Tree, "v": Tree}."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -54,24 +55,101 @@ class Schedule(Protocol):
 class Context:
     """What a client rule may look at beside its own parameters and batch."""
 
-    anchor: Tree
-    """The broadcast model's parameters."""
+    task: "Task"
+    model: Model
+    """As it was broadcast."""
+    shared: State
+    """What the rule's server side sends out beside the model (SCAFFOLD: c)."""
+    own: State
+    """What this client kept from its last round (SCAFFOLD: c_i); empty the first time."""
+    data: "ClientData"
+    """The client's samples."""
+    lr: float
+
+    @property
+    def anchor(self) -> Tree:
+        """The broadcast model's parameters."""
+        return self.model.params
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a client rule ends its round."""
+
+    model: Model
+    """What the server gets to see."""
+    kept: State = field(default_factory=dict)
+    """What the client keeps for its next round."""
+    sent: Tree | None = None
+    """What it sends beside its model; the server sees the plain mean of it over the cohort (SCAFFOLD: c_i's change)."""
+    report: Tensor | None = None
+    """One number that the server sees from each client (LoAdaBoost: its final loss)."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How a client makes the global model its own: a rule and an optimizer for the local loop."""
+
+    client: "Client"
+    optimizer: ClientOptimizer
+    lr: float
+    steps: int | None = None
+    """At most so many; None = what the rule says."""
 
 
 class Client(Protocol):
-    """The local algorithm: a gradient oracle. The loop over batches is written once, in `local.py`.
+    """The local algorithm: a gradient oracle, and what goes on around the local loop (written once, in `local.py`).
 
     Its arithmetic is elementwise on trees, so that the same lines serve one client or a stack of clients.
+    `client/sgd.py` has the plain answer to everything but `gradient`.
     """
 
     @property
     def epochs(self) -> int: ...
     @property
     def batch_size(self) -> int | None: ...
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Models' worth of numbers down and up for each client (SCAFFOLD: 2 and 2)."""
+        ...
+
+    @property
+    def personal(self) -> bool:
+        """Whether the method is about each client's own model, which is then evaluated too."""
+        ...
+
+    def check(self, optimizer: ClientOptimizer) -> None:
+        """Refuse a client optimizer that the rule's derivation excludes."""
+        ...
+
+    def init(self, params: Tree) -> State:
+        """What the server remembers for the rule and sends out with the model."""
+        ...
+
+    def start(self, context: Context) -> Model:
+        """Where local training begins."""
+        ...
+
+    def plan(self, context: Context, loss: Callable[[], float]) -> Iterator[int]:
+        """Epochs to train, block after block; `loss` is that of the present parameters over the client's data."""
+        ...
+
     def gradient(
         self, task: "Task", params: Tree, buffers: Tree, batch: Batch, context: Context
     ) -> tuple[Tree, Tensor]:
         """(direction to descend, loss) at `params`."""
+        ...
+
+    def finish(self, model: Model, steps: int, context: Context) -> Finished:
+        """After the last of `steps` steps."""
+        ...
+
+    def merge(self, state: State, cohort: "Cohort", num_clients: int) -> State:
+        """The server's memory for the rule, after a round."""
+        ...
+
+    def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
+        """How a client's personal model comes out of the global one."""
         ...
 
 
@@ -94,6 +172,10 @@ class Direction:
     """Values under names of the metrics table; they stay on the device until the round's one fetch."""
     layers: dict[str, Tensor] = field(default_factory=dict)
     """One value for each parameter tensor ([L]), by column of layers.csv."""
+    origin: Tree | None = None
+    """Where the step starts, if not at the model as it was: the same function in a wider network (PFNM)."""
+    buffers: Tree | None = None
+    """The next model's buffers, if not the cohort's average (FedAsync)."""
 
 
 class Aggregator(Protocol):
@@ -104,8 +186,13 @@ class Aggregator(Protocol):
     @property
     def evaluate(self) -> str: ...
     @property
-    def uploads(self) -> int:
-        """How many models' worth of numbers a client sends up (elastic: its model and its sensitivities)."""
+    def extra_uploads(self) -> int:
+        """Models' worth of numbers a client sends up for the aggregator beside its model (elastic: sensitivities)."""
+        ...
+
+    @property
+    def individual(self) -> bool:
+        """Whether it needs each client's model, not only their sums (PFNM)."""
         ...
 
     @property
@@ -114,13 +201,35 @@ class Aggregator(Protocol):
     def direction(self, cohort: "Cohort", state: State) -> Direction: ...
 
 
+Clock = dict[str, float | list[list[float]]]
+"""The virtual clock's state in plain numbers: {"now": seconds}, and for asynchronous training who is on the way."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Who trains in a round, and on what."""
+
+    sampled: Sequence[int]
+    """Those the model was sent to."""
+    clients: Sequence[int]
+    """Those whose update arrives, in ascending order."""
+    effort: Mapping[int, float]
+    """Share of its steps that a client manages, where that is not all of them."""
+    version: int
+    """The round whose model they were sent: an earlier one in asynchronous training."""
+    clock: Clock
+    """After the round."""
+    discarded: int = 0
+    """Updates that came too late to be used."""
+
+
 class Participation(Protocol):
-    def __call__(self, seed: int, round: int, num_clients: int) -> Sequence[int]:
-        """The clients that train in a round."""
+    def __call__(self, seed: int, round: int, steps: Sequence[int], clock: Clock) -> Turn:
+        """`steps` are those every client would take in a round; there are as many entries as clients."""
         ...
 
     def count(self, num_clients: int) -> int:
-        """How many train in a round."""
+        """How many train at the same time."""
         ...
 
 
@@ -134,11 +243,21 @@ class Work:
     optimizer: ClientOptimizer
     probe: Probe | None
     model: Model
+    """As it was broadcast."""
+    server: Model
+    """As it is now, which updates are measured against; another one only in asynchronous training."""
+    shared: State
     lr: float
     seed: int
     round: int
     states: Mapping[int, State]
     """What each client kept from its last round, for those that kept anything."""
+    effort: Mapping[int, float] = field(default_factory=dict)
+    individual: bool = False
+    privacy: "Privacy | None" = None
+    sampled: Sequence[int] = ()
+    staleness: int = 0
+    """Updates the server has made since the clients were sent their model."""
 
 
 class Engine(Protocol):

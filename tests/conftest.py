@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from omegaconf import OmegaConf
 from fedsim import build
 from fedsim.cli import register_resolvers
 from fedsim.overrides import CONF
-from fedsim.runner import Experiment, Row, RunState, initial_state, run
+from fedsim.runner import Experiment, Row, RunState, assign, initial_state, run
+from fedsim.types import Turn, Work
 
 torch.set_num_threads(1)
 
@@ -45,6 +47,11 @@ def small(*overrides: str) -> Experiment:
     """The same on 240 made-up samples over 6 clients, 3 a round."""
     given = {o.partition("=")[0] for o in overrides}
     return experiment(*(o for o in SMALL if o.partition("=")[0] not in given), *overrides)
+
+
+def work_of(exp: Experiment, state: RunState, round: int = 0) -> Work:
+    """What a synchronous round's clients are given."""
+    return assign(exp, replace(state, round=round), Turn((), (), {}, round, {}))
 
 
 def play(exp: Experiment, state: RunState | None = None) -> tuple[RunState, list[Row]]:

@@ -1,5 +1,8 @@
 """N, E and the aggregators built on them, against numbers worked by hand and NumPy."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +34,9 @@ def cohort_of(
     """A cohort of clients that moved by d_k from zero."""
     zero = {n: torch.zeros_like(t) for n, t in updates[0].items()}
     model = Model(zero, {n: torch.zeros_like(b) for n, b in (buffers or [{}])[0].items()})
-    total = CohortSum(model, layers_of(zero))
+    task = SimpleNamespace(layers=layers_of(zero))
+    work: Any = SimpleNamespace(server=model, task=task, privacy=None, individual=False, staleness=0)
+    total = CohortSum(work, len(updates))
     for k, (d, w) in enumerate(zip(updates, weights, strict=True)):
         own = buffers[k] if buffers else {}
         total.add(k, w, LocalResult(d, own, None, torch.tensor(float(k)), None))

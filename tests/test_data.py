@@ -15,7 +15,7 @@ def test_an_epoch_is_every_sample_of_d_k_once() -> None:
     x = exp.data.dataset.train_x
     for k in range(6):
         own = exp.data.split.training(k)
-        batches = list(exp.data.batches(0, k, epochs=2, batch_size=7))
+        batches = list(exp.data.client(k, 0, 7).batches(2))
         per_epoch = -(-len(own) // 7)
         assert len(batches) == 2 * per_epoch
         assert [len(y) for _, y in batches[:per_epoch]][:-1] == [7] * (per_epoch - 1)
@@ -28,7 +28,7 @@ def test_orders_differ_by_epoch_round_and_client_and_repeat_exactly() -> None:
     data = small("partition.num_clients=2", "participation.clients_per_round=2").data
 
     def first(round: int, client: int, epoch: int) -> torch.Tensor:
-        return torch.cat([y for _, y in data.batches(round, client, epoch + 1, None)][-1:])
+        return torch.cat([y for _, y in data.client(client, round, None).batches(epoch + 1)][-1:])
 
     orders = [tuple(first(r, k, e).tolist()) for r in range(2) for k in range(2) for e in range(2)]
     assert len(set(orders)) == 8
@@ -37,7 +37,7 @@ def test_orders_differ_by_epoch_round_and_client_and_repeat_exactly() -> None:
 
 def test_the_whole_client_is_one_batch_where_no_size_is_given() -> None:
     data = small().data
-    assert [len(y) for _, y in data.batches(0, 1, 1, None)] == [len(data.split.training(1))]
+    assert [len(y) for _, y in data.client(1, 0, None).batches(1)] == [len(data.split.training(1))]
 
 
 def test_sensitivity_batches_are_b_k_in_its_own_order() -> None:
@@ -92,8 +92,8 @@ def test_augmented_batches_keep_labels_and_repeat_exactly() -> None:
     from dataclasses import replace
 
     data = replace(plain, dataset=replace(plain.dataset, augment=True))
-    once, again = list(data.batches(3, 5, 2, 10)), list(data.batches(3, 5, 2, 10))
-    for (x1, y1), (x2, y2), (x0, y0) in zip(once, again, plain.batches(3, 5, 2, 10), strict=True):
+    once, again = list(data.client(5, 3, 10).batches(2)), list(data.client(5, 3, 10).batches(2))
+    for (x1, y1), (x2, y2), (x0, y0) in zip(once, again, plain.client(5, 3, 10).batches(2), strict=True):
         assert torch.equal(x1, x2)
         assert torch.equal(y1, y2)
         assert torch.equal(y1, y0), "augmentation does not disturb the order"

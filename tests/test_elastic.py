@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import experiment, play, small
+from conftest import experiment, play, small, work_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,7 +18,7 @@ from fedsim.data import Dataset
 from fedsim.local import train
 from fedsim.runner import initial_state, weights
 from fedsim.task import Task
-from fedsim.types import Model, Work
+from fedsim.types import Model
 
 
 def elastic(**changes) -> Elastic:
@@ -28,7 +28,7 @@ def elastic(**changes) -> Elastic:
 
 def cohort(delta: dict[str, Tensor], omega: dict[str, Tensor]) -> Cohort:
     zero = torch.zeros(len(delta) + 1)
-    return Cohort(delta, {}, omega, zero, zero, torch.zeros(()), {})
+    return Cohort(Model({}, {}), delta, {}, omega, zero, zero, torch.zeros(()), {})
 
 
 def linear_task(features: int, classes: int) -> tuple[Task, Model, reference.Params]:
@@ -145,10 +145,6 @@ def test_one_scalar_model_takes_tau_of_the_naive_step() -> None:
     assert scaled["elastic/mean_zeta"] == 0.25
 
 
-def work_of(exp, state) -> Work:
-    return Work(exp.task, exp.data, exp.client, exp.client_optimizer, exp.aggregator.probe, state.model, 0.1, 0, 0, {})
-
-
 def test_sensitivities_do_not_use_labels() -> None:
     exp = small()
     work = work_of(exp, initial_state(exp))
@@ -175,7 +171,7 @@ def test_a_round_against_numpy() -> None:
     exp = small("rounds=1", "client.epochs=2", "partition.sigma=0.6", "partition.alpha=0.5", "client.batch_size=4")
     state = initial_state(exp)
     after, (row,) = play(exp)
-    clients = exp.participation(exp.seed, 0, 6)
+    clients = exp.participation.draw(exp.seed, 0, 6)
     model = {"W": state.model.params["layers.0.weight"], "b": state.model.params["layers.0.bias"]}
     theta = {k: v.numpy().astype(float) for k, v in model.items()}
     x, y = exp.data.dataset.train_x.numpy().astype(float), exp.data.dataset.train_y.numpy()
@@ -185,7 +181,7 @@ def test_a_round_against_numpy() -> None:
     assert weights(exp, clients) == pytest.approx(w.tolist())
     deltas, omegas = [], []
     for k in clients:
-        batches = [(b[0].numpy().astype(float), b[1].numpy()) for b in exp.data.batches(0, k, 2, 4)]
+        batches = [(b[0].numpy().astype(float), b[1].numpy()) for b in exp.data.client(k, 0, 4).batches(2)]
         trained = reference.sgd(theta, batches, lr=0.1)
         deltas.append({n: theta[n] - trained[n] for n in theta})
         held = exp.data.split.sensitivity(k)

@@ -104,12 +104,12 @@ def test_state_is_kept_or_reset_between_rounds() -> None:
     assert play(exp)[0].clients == {}
     kept = small("client_optimizer=adam", "client_optimizer.persist_state=true", "rounds=3")
     state, _ = play(kept)
-    seen = {k for r in range(3) for k in kept.participation(0, r, 6)}
+    seen = {k for r in range(3) for k in kept.participation.draw(0, r, 6)}
     assert set(state.clients) == seen
-    steps = {k: sum(k in kept.participation(0, r, 6) for r in range(3)) for k in seen}
+    steps = {k: sum(k in kept.participation.draw(0, r, 6) for r in range(3)) for k in seen}
     for k, times in steps.items():
         batches = math.ceil(len(kept.data.split.training(k)) / kept.client.batch_size)
-        assert state.clients[k]["t"]["t"].item() == times * batches
+        assert state.clients[k]["optimizer/t"]["t"].item() == times * batches
 
 
 def test_kept_state_of_a_lone_client_is_one_long_optimization() -> None:
@@ -122,7 +122,7 @@ def test_kept_state_of_a_lone_client_is_one_long_optimization() -> None:
     model.load_state_dict({"weight": initial["layers.0.weight"], "bias": initial["layers.0.bias"]})
     peer = torch.optim.Adam(model.parameters(), 0.001, eps=1e-7)
     for r in range(4):
-        for x, y in exp.data.batches(r, 0, 1, 10):
+        for x, y in exp.data.client(0, r, 10).batches(1):
             peer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             peer.step()

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import experiment, play, small
+from conftest import experiment, play, small, work_of
 from torch import nn
 
 from fedsim.data import FederatedData, Split
 from fedsim.local import train
 from fedsim.runner import Experiment, initial_state, run, weights
-from fedsim.types import Model, Work
+from fedsim.types import Model
 
 LONE = ("partition.num_clients=1", "participation.clients_per_round=1", "aggregator=fedavg")
 
@@ -25,7 +25,7 @@ def test_one_client_with_server_rate_one_is_centralised_sgd() -> None:
     state, _ = play(exp)
     optimizer = torch.optim.SGD(module.parameters(), exp.client_optimizer.lr, weight_decay=0.01)
     for r in range(3):
-        for x, y in exp.data.batches(r, 0, 2, 10):
+        for x, y in exp.data.client(0, r, 10).batches(2):
             optimizer.zero_grad()
             nn.functional.cross_entropy(module(x), y).backward()
             optimizer.step()
@@ -44,7 +44,7 @@ def test_one_client_with_batch_norm_is_centralised_sgd_buffers_included() -> Non
     module.train()
     optimizer = torch.optim.SGD(module.parameters(), exp.client_optimizer.lr)
     for r in range(2):
-        for x, y in exp.data.batches(r, 0, 1, 10):
+        for x, y in exp.data.client(0, r, 10).batches(1):
             optimizer.zero_grad()
             nn.functional.cross_entropy(module(x), y).backward()
             optimizer.step()
@@ -66,7 +66,7 @@ def test_fedprox_against_numpy() -> None:
     exp = small("client=fedprox", "client.mu=0.7", "client.epochs=3", "rounds=1", *LONE)
     initial = exp.task.initial_model().params
     theta = {"W": initial["layers.0.weight"].numpy().astype(float), "b": initial["layers.0.bias"].numpy().astype(float)}
-    batches = [(x.numpy().astype(float), y.numpy()) for x, y in exp.data.batches(0, 0, 3, 10)]
+    batches = [(x.numpy().astype(float), y.numpy()) for x, y in exp.data.client(0, 0, 10).batches(3)]
     expected = reference.sgd(theta, batches, lr=0.1, prox=0.7)
     found = play(exp)[0].model.params
     assert np.allclose(found["layers.0.weight"], expected["W"], atol=1e-5)
@@ -122,8 +122,10 @@ def test_methods_compared_under_one_seed_share_everything_random() -> None:
         for name, p in first.task.initial_model().params.items():
             assert torch.equal(p, exp.task.initial_model().params[name])
         for r in range(3):
-            assert exp.participation(exp.seed, r, 6) == first.participation(first.seed, r, 6)
-            for (x1, y1), (x2, y2) in zip(exp.data.batches(r, 1, 2, 10), first.data.batches(r, 1, 2, 10), strict=True):
+            assert exp.participation.draw(exp.seed, r, 6) == first.participation.draw(first.seed, r, 6)
+            for (x1, y1), (x2, y2) in zip(
+                exp.data.client(1, r, 10).batches(2), first.data.client(1, r, 10).batches(2), strict=True
+            ):
                 assert torch.equal(x1, x2)
                 assert torch.equal(y1, y2)
 
@@ -144,7 +146,7 @@ def test_global_random_state_is_neither_used_nor_needed() -> None:
 def test_seeds_change_cohorts_batches_and_weights() -> None:
     one, two = small("seed=1"), small("seed=2")
     assert one.data.split.fingerprint() != two.data.split.fingerprint()
-    assert [one.participation(1, r, 6) for r in range(8)] != [two.participation(2, r, 6) for r in range(8)]
+    assert [one.participation.draw(1, r, 6) for r in range(8)] != [two.participation.draw(2, r, 6) for r in range(8)]
     assert not torch.equal(*(e.task.initial_model().params["layers.0.weight"] for e in (one, two)))
 
 
@@ -166,10 +168,7 @@ def test_dropout_draws_differ_by_round_and_client() -> None:
     state = initial_state(exp)
     seeds = set()
     for r, k in ((0, 1), (0, 2), (1, 1)):
-        work = Work(
-            exp.task, exp.data, exp.client, exp.client_optimizer, None, state.model, 0.1, exp.seed, round=r, states={}
-        )
-        train(work, k)
+        train(work_of(exp, state, r), k)
         seeds.add(torch.initial_seed())
     assert len(seeds) == 3
 
@@ -186,8 +185,8 @@ def test_batch_norm_clients_start_from_the_same_buffers_and_leave_them_alone() -
     state = initial_state(exp)
     before = {n: b.clone() for n, b in state.model.buffers.items()}
     after, _ = play(exp, state)
-    clients = exp.participation(exp.seed, 0, 200)
-    work = Work(exp.task, exp.data, exp.client, exp.client_optimizer, None, state.model, 0.01, exp.seed, 0, {})
+    clients = exp.participation.draw(exp.seed, 0, 200)
+    work = work_of(exp, state)
     alone = [train(work, k).buffers for k in clients]
     for name, b in before.items():
         assert torch.equal(state.model.buffers[name], b)
@@ -285,7 +284,7 @@ def test_client_loss_is_the_weighted_mean_of_the_batches_losses() -> None:
     """With a rate that moves nothing, it is the loss of the initial model over the cohort's data."""
     exp = small("rounds=1", "client_optimizer.lr=1e-30", "partition.sigma=0.8")
     model = exp.task.initial_model().params
-    clients = exp.participation(0, 0, 6)
+    clients = exp.participation.draw(0, 0, 6)
     own = np.concatenate([exp.data.split.training(k) for k in clients])
     logits = exp.data.dataset.train_x[own] @ model["layers.0.weight"].T + model["layers.0.bias"]
     expected = nn.functional.cross_entropy(logits, exp.data.dataset.train_y[own]).item()
@@ -300,16 +299,16 @@ def test_a_diverging_run_stops() -> None:
 
 def test_participation_counts_and_fractions() -> None:
     whole = small("participation.clients_per_round=1.0")
-    assert list(whole.participation(0, 0, 6)) == list(range(6))
-    assert len(small("participation.clients_per_round=0.5").participation(0, 3, 6)) == 3
-    assert len(small("participation.clients_per_round=1").participation(0, 3, 6)) == 1
+    assert list(whole.participation.draw(0, 0, 6)) == list(range(6))
+    assert len(small("participation.clients_per_round=0.5").participation.draw(0, 3, 6)) == 3
+    assert len(small("participation.clients_per_round=1").participation.draw(0, 3, 6)) == 1
     assert small("participation.clients_per_round=0.01").participation.count(6) == 1, "m = max(C K, 1)"
     assert small("participation.clients_per_round=0.29").participation.count(100) == 29, "0.29 * 100 is 28.99..."
 
 
 def test_participation_is_uniform_without_replacement() -> None:
     exp = small("participation.clients_per_round=2")
-    cohorts = [exp.participation(0, r, 6) for r in range(3000)]
+    cohorts = [exp.participation.draw(0, r, 6) for r in range(3000)]
     assert all(len(set(c)) == 2 for c in cohorts)
     counts = np.bincount(np.array(cohorts).ravel(), minlength=6)
     assert np.abs(counts - 1000).max() < 5 * np.sqrt(3000 * (1 / 3) * (2 / 3))

@@ -44,8 +44,8 @@ class Elastic(FedAvg):
             check.integer("batch_size", self.batch_size, ge=1)
 
     @property
-    def uploads(self) -> int:
-        return 2  # the model and its sensitivities
+    def extra_uploads(self) -> int:
+        return 1  # the sensitivities
 
     @property
     def probe(self) -> Probe:

@@ -19,8 +19,12 @@ class FedAvg:
         check.choice("evaluate", self.evaluate, ("sent", "averaged"))
 
     @property
-    def uploads(self) -> int:
-        return 1
+    def extra_uploads(self) -> int:
+        return 0
+
+    @property
+    def individual(self) -> bool:
+        return False
 
     @property
     def probe(self) -> Probe | None:

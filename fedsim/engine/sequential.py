@@ -20,7 +20,7 @@ class Sequential:
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         torch.set_num_threads(self.threads)
-        total = CohortSum(work.model, work.task.layers)
+        total = CohortSum(work, len(clients))
         for client, weight in zip(clients, weights, strict=True):
             total.add(client, weight, train(work, client))
         return total.result()

@@ -1,0 +1,30 @@
+"""Local only: every client trains a model of its own and nothing is ever exchanged. The reference that federated
+learning must beat. The global model stays as it was drawn; personal accuracy is the one to look at."""
+
+from dataclasses import dataclass
+
+from fedsim.client.sgd import Sgd
+from fedsim.types import Adaptation, ClientOptimizer, Context, Finished, Model
+
+
+@dataclass(frozen=True)
+class Local(Sgd):
+    @property
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
+    def personal(self) -> bool:
+        return True
+
+    def start(self, context: Context) -> Model:
+        own = context.own
+        return Model(own["params"], own.get("buffers", {})) if "params" in own else context.model
+
+    def finish(self, model: Model, steps: int, context: Context) -> Finished:
+        if not steps:  # only looked at, for evaluation
+            return Finished(model)
+        return Finished(context.model, kept={"params": model.params, "buffers": model.buffers})
+
+    def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
+        return Adaptation(self, optimizer, lr, steps=0)

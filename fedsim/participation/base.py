@@ -1,0 +1,75 @@
+"""The virtual clock: how long clients take, and which of them fail.
+
+A client needs  delay + steps / speed  virtual seconds for its round: delay for the two transfers, afresh each time, and
+speed in steps a second, once for all. Both are constant, or log-normal around the given value with the given sigma.
+Every draw is a function of (seed, client ...), so that the same clients are slow for every method compared.
+"""
+
+import math
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedsim import check, rng
+
+
+@dataclass(frozen=True)
+class Participation(ABC):
+    """`clients_per_round` is a count (a whole number) or a fraction C in (0, 1] (written with a point): 1 is one, 1.0
+    is all of them."""
+
+    clients_per_round: int | float
+    dropout: float
+    stragglers: float
+    least_effort: float
+    speed: float
+    speed_sigma: float
+    delay: float
+    delay_sigma: float
+
+    def __post_init__(self) -> None:
+        key, value = "clients_per_round", self.clients_per_round
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not whole and not (isinstance(value, float) and 0 < value <= 1):
+            raise check.BadValue(
+                key,
+                value,
+                "must be a whole number of clients >= 1, or a fraction with 0 < C <= 1 (1.0 is all)",
+            )
+        check.number("dropout", self.dropout, ge=0, lt=1)
+        check.number("stragglers", self.stragglers, ge=0, le=1)
+        check.number("least_effort", self.least_effort, ge=0, le=1)
+        check.number("speed", self.speed, gt=0)
+        check.number("speed_sigma", self.speed_sigma, ge=0)
+        check.number("delay", self.delay, ge=0)
+        check.number("delay_sigma", self.delay_sigma, ge=0)
+
+    def count(self, num_clients: int) -> int:
+        wanted = self.clients_per_round
+        if isinstance(wanted, float):
+            return max(round(wanted * num_clients), 1)
+        if wanted > num_clients:
+            raise check.BadValue("clients_per_round", wanted, f"must be at most partition.num_clients={num_clients}")
+        return wanted
+
+    def fails(self, seed: int, time: int, client: int) -> bool:
+        """Whether a client that was sent the model of a round never answers."""
+        return bool(self.dropout and rng.generator(seed, "fails", time, client).random_sample() < self.dropout)
+
+    def effort(self, seed: int, time: int, clients: Sequence[int]) -> Mapping[int, float]:
+        """The stragglers among them, and the share of their steps they manage: uniform above `least_effort`."""
+        shares = {}
+        for client in clients if self.stragglers else ():
+            straggles, share = rng.generator(seed, "straggles", time, client).random_sample(2)
+            if straggles < self.stragglers:
+                shares[client] = self.least_effort + (1 - self.least_effort) * share
+        return shares
+
+    def duration(self, seed: int, time: int, client: int, steps: float) -> float:
+        """Virtual seconds between sending a client the model and having its update."""
+        speed, delay = self.speed, self.delay
+        if self.speed_sigma:
+            speed *= math.exp(self.speed_sigma * rng.generator(seed, "speed", client).standard_normal())
+        if self.delay_sigma:
+            delay *= math.exp(self.delay_sigma * rng.generator(seed, "delay", time, client).standard_normal())
+        return delay + steps / speed

@@ -1,0 +1,163 @@
+"""Between the clients and the server: plain sums, clipped and noisy ones, masked ones. All that a client sends goes
+through here: its update, batch-norm statistics, elastic's sensitivities, SCAFFOLD's control variates.
+
+Differential privacy for clients (McMahan et al., ICLR 2018): every part p of an upload (P of them) is clipped to the
+norm S_p, and the server adds Gaussian noise to the cohort's sum:
+
+    x_k <- x_k min(1, S_p / ||x_k||) ,    mean = (1/m) (sum_k x_k + N(0, (z S_p sqrt(P))^2))
+
+so that all parts together are one Gaussian mechanism of multiplier z, whose epsilon `accountant.py` gives. It is a
+simulation: the noise comes from the run's seed, and the metrics of a run (losses, norms, accuracies) are exact, for the
+researcher's eyes, not covered by epsilon.
+
+Masking (secure summation) is in `secure_sum.py`; the server then works with the fixed-point sum alone.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim import check, rng
+from fedsim.privacy.secure_sum import SecureSum
+from fedsim.types import Tree, Work
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a client's upload, and the weight it has in the sum."""
+
+    weight: float
+    tree: Tree
+
+
+class Summation:
+    """The plain sum of what clients upload, part by part."""
+
+    def __init__(self) -> None:
+        self._total: dict[str, Tree] = {}
+
+    def expect(self, part: str, like: Tree) -> None:
+        """A part that stands in the total even if no client uploads it."""
+        self._total[part] = {n: torch.zeros_like(t) for n, t in like.items()}
+
+    def add(self, client: int, parts: Mapping[str, Part]) -> None:
+        for name, part in parts.items():
+            if name not in self._total:
+                self.expect(name, part.tree)
+            for key, t in self._total[name].items():
+                t.add_(part.tree[key], alpha=part.weight)
+
+    def total(self) -> dict[str, Tree]:
+        return self._total
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Privacy:
+    clip: float | None
+    clip_extra: float
+    noise_multiplier: float
+    delta: float
+    masked: bool
+    bits: int
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check.number("clip", self.clip, gt=0)
+        check.number("clip_extra", self.clip_extra, gt=0)
+        check.number("noise_multiplier", self.noise_multiplier, ge=0)
+        check.number("delta", self.delta, gt=0, lt=1)
+        check.boolean("masked", self.masked)
+        check.integer("bits", self.bits, ge=1, le=52)
+        check.number("threshold", self.threshold, gt=0.5, le=1)
+        if self.noise_multiplier and self.clip is None:
+            raise check.BadValue("noise_multiplier", self.noise_multiplier, "needs clip: noise is in units of it")
+
+    @property
+    def active(self) -> bool:
+        return self.clip is not None or self.masked
+
+    def least(self, sampled: int) -> int:
+        """How many clients must answer for the round to count: the threshold of the secret sharing."""
+        return math.ceil(self.threshold * sampled) if self.masked else 1
+
+    def epsilon(self, rounds: int, num_clients: int, clients_per_round: int) -> float:
+        from fedsim.privacy import accountant  # imported only where it is used: it takes a second
+
+        return accountant.epsilon(rounds, self.noise_multiplier, self.delta, num_clients, clients_per_round)
+
+    def open(self, work: Work) -> Summation:
+        return Protected(self, work) if self.active else Summation()
+
+
+class Protected(Summation):
+    """Clipped, masked and noisy, whichever of these is asked for."""
+
+    def __init__(self, privacy: Privacy, work: Work) -> None:
+        super().__init__()
+        self._privacy, self._work = privacy, work
+        self._clipped: list[Tensor] = []
+        self._secure: SecureSum | None = None
+        self._shapes: dict[str, dict[str, torch.Size]] = {}
+
+    def add(self, client: int, parts: Mapping[str, Part]) -> None:
+        parts = {name: part for name, part in parts.items() if part.tree}
+        if self._privacy.clip is not None:
+            parts = {name: self._clip(name, part) for name, part in parts.items()}
+        if not self._privacy.masked:
+            super().add(client, parts)
+            return
+        self._shapes = {name: {key: t.shape for key, t in part.tree.items()} for name, part in parts.items()}
+        flat = [part.weight * t.double().reshape(-1) for part in parts.values() for t in part.tree.values()]
+        vector = torch.cat(flat).cpu().numpy()
+        if self._secure is None:
+            sampled = list(self._work.sampled)
+            self._secure = SecureSum(sampled, self._privacy.least(len(sampled)), self._privacy.bits, len(vector))
+        self._secure.receive(client, self._secure.mask(client, vector))
+
+    def total(self) -> dict[str, Tree]:
+        total = super().total()
+        if self._secure is not None:
+            total |= self._unflatten(self._secure.total())
+        noise, count = self._privacy.noise_multiplier, len(self._clipped)
+        if noise and count:
+            present = [name for name, tree in total.items() if tree]
+            generator = rng.generator(self._work.seed, "noise", self._work.round)
+            for name in present:
+                spread = noise * self._bound(name) * math.sqrt(len(present)) / count
+                for t in total[name].values():
+                    drawn = generator.standard_normal(t.shape).astype(np.float32)
+                    t.add_(torch.from_numpy(np.asarray(drawn)).to(t.device), alpha=spread)
+        return total
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {"privacy/clipped_fraction": torch.stack(self._clipped).mean()} if self._clipped else {}
+
+    def _bound(self, name: str) -> float:
+        assert self._privacy.clip is not None
+        return self._privacy.clip if name == "delta" else self._privacy.clip_extra
+
+    def _clip(self, name: str, part: Part) -> Part:
+        norm = torch.stack([t.square().sum() for t in part.tree.values()]).sum().sqrt()
+        factor = (self._bound(name) / norm.clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0)
+        if name == "delta":
+            self._clipped.append((factor < 1).float())
+        return Part(part.weight, {key: t * factor for key, t in part.tree.items()})
+
+    def _unflatten(self, vector: np.ndarray) -> dict[str, Tree]:
+        device = next(iter(self._work.server.params.values())).device
+        flat, at = torch.from_numpy(vector.astype(np.float32)).to(device), 0
+        found: dict[str, Tree] = {}
+        for name, shapes in self._shapes.items():
+            found[name] = {}
+            for key, shape in shapes.items():
+                found[name][key] = flat[at : at + shape.numel()].reshape(shape)
+                at += shape.numel()
+        return found
