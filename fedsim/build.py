@@ -116,6 +116,8 @@ def compatible(privacy: Privacy, client: Client, aggregator: Aggregator, partici
         raise check.InputError("aggregator=pfnm needs each client's model: use privacy=none and participation=uniform")
     if privacy.active and asynchronous:
         raise check.InputError("privacy: a sum hides its clients only in synchronous rounds; use participation=uniform")
+    if privacy.active and not any(client.traffic):
+        raise check.InputError("client=local sends nothing that could be protected; use privacy=none")
     if privacy.noise_multiplier and aggregator.weighting != "uniform":
         raise check.BadValue(
             "aggregator.weighting", aggregator.weighting, "must be uniform with privacy.noise_multiplier > 0"

@@ -23,6 +23,7 @@ FILES = (
     "layers.csv",
     "summary.json",
     "checkpoint.pt",
+    "clients.csv",
     "partition.png",
     "curves.png",
 )
@@ -120,7 +121,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def accuracies(metrics: pd.DataFrame) -> dict[str, Any]:
-    """Last, best and mean of the last ten evaluations, each under its own name."""
+    """Last, best and mean of the last ten evaluations, each under its own name; the last of what has only a last."""
     result: dict[str, Any] = {}
     for kind in ("test", "train", "sent"):
         known = metrics[["round", f"{kind}/accuracy"]].dropna()
@@ -130,10 +131,23 @@ def accuracies(metrics: pd.DataFrame) -> dict[str, Any]:
             result[f"{kind}_accuracy_best"] = float(values.max())
             result[f"{kind}_accuracy_best_round"] = int(known["round"].iloc[values.to_numpy().argmax()])
             result[f"{kind}_accuracy_mean_last_10"] = float(values.tail(10).mean())
+    for name in ("personal/accuracy_before", "personal/accuracy_after", "privacy/epsilon", "time/virtual_s"):
+        seen = metrics[name].dropna()
+        if len(seen):
+            result[name.replace("/", "_")] = float(seen.iloc[-1])
     losses = metrics["test/loss"].replace(float("inf"), float("nan")).dropna()
     if len(losses):
         result["test_loss_last"] = float(losses.iloc[-1])
     return result
+
+
+def time_to_accuracy(metrics: pd.DataFrame) -> dict[str, float]:
+    """Virtual seconds until test accuracy first reached 10 %, 20 % ... 90 %, 95 %."""
+    known = metrics[["time/virtual_s", "test/accuracy"]].dropna()
+    reached = {
+        goal: known.loc[known["test/accuracy"] >= goal / 100, "time/virtual_s"] for goal in (*range(10, 91, 10), 95)
+    }
+    return {f"{goal} %": float(times.iloc[0]) for goal, times in reached.items() if len(times)}
 
 
 def versions() -> dict[str, str]:

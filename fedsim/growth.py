@@ -19,6 +19,20 @@ def padded_state(state: State, like: Tree) -> State:
     return {name: padded(tree, like) for name, tree in state.items()}
 
 
+def overlaid(state: State, fresh: State) -> State:
+    """`state` where it reaches, the freshly initialised state of the larger network beyond."""
+    return {
+        name: {n: t if t.shape == fresh[name][n].shape else _lay(t, fresh[name][n]) for n, t in tree.items()}
+        for name, tree in state.items()
+    }
+
+
+def _lay(t: Tensor, fresh: Tensor) -> Tensor:
+    result = fresh.clone()
+    result[tuple(slice(size) for size in t.shape)] = t
+    return result
+
+
 def _pad(t: Tensor, like: Tensor) -> Tensor:
     if t.shape == like.shape or t.dim() != like.dim():
         return t

@@ -9,28 +9,27 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from fedsim.data import Split
 
+def partition(path: Path, table: np.ndarray, distances: np.ndarray, title: str) -> None:
+    """Who holds what: each client's label mix ([clients, classes] samples), how many samples each has, and its earth
+    mover's distance from the population."""
+    counts, classes = table.sum(1), table.shape[1]
+    shares = table / np.maximum(counts, 1)[:, None]
 
-def partition(path: Path, split: Split, labels: np.ndarray, title: str) -> None:
-    """Who holds what: each client's label mix, and how many samples each has."""
-    counts = np.diff(split.offsets)
-    owner = np.empty(len(labels), dtype=np.int64)
-    owner[split.indices] = np.repeat(np.arange(split.num_clients), counts)
-    classes = int(labels.max()) + 1
-    table = np.bincount(owner * classes + labels, minlength=split.num_clients * classes)
-    shares = table.reshape(split.num_clients, classes) / np.maximum(counts, 1)[:, None]
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
-    mix, sizes = figure.subplots(1, 2, width_ratios=[3, 2])
+    mix, sizes, distance = figure.subplots(1, 3, width_ratios=[3, 2, 2])
     image = mix.imshow(shares.T, aspect="auto", origin="lower", cmap="viridis", vmin=0, interpolation="nearest")
     mix.set(xlabel="client", ylabel="class", title="share of each class in a client's data")
     if classes <= 20:
         mix.set_yticks(range(classes))
     figure.colorbar(image, ax=mix, format=PercentFormatter(1.0, decimals=0))
     sizes.hist(counts, bins=_bins(counts), color="tab:blue", edgecolor="white")
-    sizes.set(xlabel="samples", ylabel="clients", title=f"sizes: {counts.min()} to {counts.max()}")
+    sizes.set(xlabel="training samples", ylabel="clients", title=f"sizes: {counts.min()} to {counts.max()}")
+    distance.hist(distances, bins=np.linspace(0, 2, 41), color="tab:orange", edgecolor="white")
+    distance.set(
+        xlabel="EMD", ylabel="clients", title=f"distance from the population: {distances.mean():.2f} on average"
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -46,7 +45,8 @@ def curves(path: Path, metrics: pd.DataFrame, title: str) -> None:
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(title, fontsize=11)
     (accuracy, loss), (norms, last) = figure.subplots(2, 2)
-    _lines(accuracy, metrics, ["test/accuracy", "train/accuracy", "sent/accuracy"], "accuracy")
+    shown = ["test/accuracy", "train/accuracy", "sent/accuracy", "personal/accuracy_before", "personal/accuracy_after"]
+    _lines(accuracy, metrics, shown, "accuracy")
     accuracy.yaxis.set_major_formatter(PercentFormatter(1.0))
     _lines(loss, metrics, ["test/loss", "train/loss", "client/loss"], "loss")
     _lines(norms, metrics, ["norm/N", "norm/E", "norm/N_server"], "length of the update")

@@ -33,6 +33,11 @@ def run(folder: Path, summary: Mapping[str, Any], in_sweep: bool) -> None:
             table.add_row(f"test accuracy, {title}", _percent(summary[key]))
     if "sent_accuracy_last" in summary:
         table.add_row("of the model sent out, last", _percent(summary["sent_accuracy_last"]))
+    for moment in ("before", "after"):
+        if f"personal_accuracy_{moment}" in summary:
+            table.add_row(f"personal accuracy, {moment} adaptation", _percent(summary[f"personal_accuracy_{moment}"]))
+    if "privacy_epsilon" in summary:
+        table.add_row("epsilon spent", f"{summary['privacy_epsilon']:.2f}")
     if "test_loss_last" in summary:
         table.add_row("test loss, last", f"{summary['test_loss_last']:.4f}")
     table.add_row("rounds", str(summary["rounds"]))

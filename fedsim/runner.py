@@ -161,10 +161,14 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     if clients:
         direction = exp.aggregator.direction(cohort, state.aggregator)
         origin = direction.origin or state.model.params
-        server = growth.padded_state(state.server, origin)
+        server, rule = state.server, state.rule
+        if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
+            server = growth.overlaid(server, exp.server_optimizer.init(origin))
+            rule = growth.overlaid(rule, exp.client.init(origin))
+            cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
         params, server = exp.server_optimizer.step(origin, direction.tree, server, exp.server_optimizer.lr)
         model = Model(params, direction.buffers or cohort.buffers)
-        rule = exp.client.merge(growth.padded_state(state.rule, origin), cohort, exp.data.num_clients)
+        rule = exp.client.merge(rule, cohort, exp.data.num_clients)
         kept = {**state.clients, **cohort.states} if cohort.states else state.clients
     else:
         direction, model = Direction({}, state.aggregator), state.model
@@ -268,7 +272,7 @@ def measure(
 def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
     """w_k = |D_k| / sum |D_k| over the sampled clients, or 1/m where the server does not know the sizes."""
     if exp.aggregator.weighting == "uniform":
-        return [1 / len(clients)] * len(clients)
+        return [1 / len(clients) for _ in clients]
     sizes = exp.data.sizes[list(clients)]
     shares: list[float] = (sizes / sizes.sum()).tolist()
     return shares

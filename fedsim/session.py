@@ -11,14 +11,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 
 from fedsim import checkpoint, plots
-from fedsim.folder import RunFolder, accuracies, versions
+from fedsim.folder import RunFolder, accuracies, time_to_accuracy, versions
 from fedsim.logger.base import Logger, RunInfo
 from fedsim.logger.console import Console
 from fedsim.logger.csv import Csv
 from fedsim.runner import Experiment, LayerRows, Row, RunState, diverged, initial_state, run
+from fedsim.shared_data import earth_movers_distance
 
 Summary = dict[str, Any]
 
@@ -109,9 +112,22 @@ class Session:
         return RunInfo(request.folder, request.name, self.id, request.config, self.exp.rounds, self.state.round)
 
     def _draw_partition(self) -> None:
-        split, labels = self.exp.data.split, self.exp.data.dataset.train_y.cpu().numpy()
+        """Who holds what, as a table and as a picture."""
+        data, split = self.exp.data, self.exp.data.split
+        table = data.label_counts()
+        population = np.bincount(data.dataset.train_y.cpu().numpy(), minlength=data.dataset.num_classes)
+        self.distances = earth_movers_distance(table, population)
+        clients = {
+            "client": np.arange(data.num_clients),
+            "samples": split.sizes,
+            "sensitivity_samples": split.held,
+            "shared_samples": data.portion,
+            "classes": (table > 0).sum(1),
+            "emd": self.distances.round(6),
+        }
+        pd.DataFrame(clients).to_csv(self.folder / "clients.csv", index=False)
         title = f"{self.request.choices['partition']}, {split.num_clients} clients ({split.fingerprint()})"
-        plots.partition(self.folder / "partition.png", split, labels, title)
+        plots.partition(self.folder / "partition.png", table, self.distances, title)
 
     def _finish(self, status: str) -> Summary:
         with ignoring_signals():
@@ -123,6 +139,7 @@ class Session:
         summary = {
             "status": status,
             **accuracies(metrics),
+            "virtual_s_to_accuracy": time_to_accuracy(metrics),
             "rounds": len(metrics),
             "seed": exp.seed,
             "name": request.name,
@@ -130,7 +147,8 @@ class Session:
             "choices": dict(request.choices),
             "overrides": list(request.overrides),
             "partition_fingerprint": exp.data.split.fingerprint(),
-            "clients": exp.data.split.num_clients,
+            "clients": exp.data.num_clients,
+            "emd_mean": round(float(self.distances.mean()), 6),
             "parameters": sum(p.numel() for p in self.state.model.params.values()),
             "comm_bytes": int(metrics[["comm/down_bytes", "comm/up_bytes"]].to_numpy().sum()),
             "device": str(request.device),

@@ -67,10 +67,13 @@ class Elastic(FedAvg):
         return omega
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
-        zeta = self.zeta(cast(Tree, cohort.measured))
+        return self.scaled(cohort.delta, self.zeta(cast(Tree, cohort.measured)))
+
+    def scaled(self, delta: Tree, zeta: Tree) -> Direction:
+        """zeta * delta, and how much of it is boosted."""
         count = sum(z.numel() for z in zeta.values())
         return Direction(
-            {n: z * cohort.delta[n] for n, z in zeta.items()},
+            {n: z * delta[n] for n, z in zeta.items()},
             metrics={
                 "elastic/boosted_fraction": torch.stack([(z > 1).sum() for z in zeta.values()]).sum() / count,
                 "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / count,

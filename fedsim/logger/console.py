@@ -24,6 +24,7 @@ class Console:
     def open(self, run: RunInfo) -> None:
         self._rounds, self._shown = run.rounds, ""
         self._accuracy: float | None = None
+        self._personal: float | None = None
         again = f", going on after round {run.start}" if run.start else ""
         self._terminal.print(f"{run.name}: {run.rounds} rounds{again}", markup=False, soft_wrap=True)
         if not self._terminal.is_terminal:
@@ -58,11 +59,15 @@ class Console:
 
     def _describe(self, row: Row) -> str:
         self._accuracy = row.get("test/accuracy", self._accuracy)
-        parts = [f"loss {row['client/loss']:.3f}"]
-        if self._accuracy is not None:
-            parts.insert(0, f"accuracy {100 * self._accuracy:.1f} %")
+        self._personal = row.get("personal/accuracy_after", self._personal)
+        parts = [f"accuracy {100 * self._accuracy:.1f} %"] if self._accuracy is not None else []
+        if self._personal is not None:
+            parts.append(f"personal {100 * self._personal:.1f} %")
+        parts.append(f"loss {row['client/loss']:.3f}" if "client/loss" in row else "void: too few answered")
         if "norm/N_over_E" in row:
             parts.append(f"N/E {row['norm/N_over_E']:.2f}")
         if "elastic/boosted_fraction" in row:
             parts.append(f"boosted {100 * row['elastic/boosted_fraction']:.0f} %")
+        if "privacy/epsilon" in row:
+            parts.append(f"epsilon {row['privacy/epsilon']:.1f}")
         return "  ".join(parts)

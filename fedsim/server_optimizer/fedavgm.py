@@ -1,6 +1,9 @@
-"""FedAvgM: a moving average of the rounds' directions. Elastic's supplement, Algorithm 1:
+"""FedAvgM: momentum on the server. Elastic's supplement, Algorithm 1 (`ema`), and Hsu et al. 2019 (`heavy_ball`):
 
-m <- momentum m + (1 - momentum) direction ,   theta <- theta - lr m
+    ema:         m <- momentum m + (1 - momentum) D ,   heavy_ball:  m <- momentum m + D        D = direction
+    theta <- theta - lr m                               nesterov:    theta <- theta - lr (momentum m + g)
+
+with g what was just added to m. `ema` at rate lr is `heavy_ball` at rate (1 - momentum) lr.
 """
 
 from dataclasses import dataclass
@@ -15,14 +18,20 @@ from fedsim.types import State, Tree
 class FedAvgM:
     lr: float
     momentum: float
+    form: str
+    nesterov: bool
 
     def __post_init__(self) -> None:
         check.number("lr", self.lr, gt=0)
         check.number("momentum", self.momentum, ge=0, lt=1)
+        check.choice("form", self.form, ("ema", "heavy_ball"))
+        check.boolean("nesterov", self.nesterov)
 
     def init(self, params: Tree) -> State:
         return {"m": {n: torch.zeros_like(p) for n, p in params.items()}}
 
     def step(self, params: Tree, grads: Tree, state: State, lr: float) -> tuple[Tree, State]:
-        m = {n: self.momentum * old + (1 - self.momentum) * grads[n] for n, old in state["m"].items()}
-        return {n: p - lr * m[n] for n, p in params.items()}, {"m": m}
+        share = 1 - self.momentum if self.form == "ema" else 1.0
+        m = {n: self.momentum * old + share * grads[n] for n, old in state["m"].items()}
+        move = {n: self.momentum * t + share * grads[n] for n, t in m.items()} if self.nesterov else m
+        return {n: p - lr * move[n] for n, p in params.items()}, {"m": m}
