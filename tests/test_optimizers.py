@@ -14,6 +14,7 @@ from fedsim.client_optimizer.adam import Adam
 from fedsim.client_optimizer.rmsprop import RMSprop
 from fedsim.client_optimizer.sgd import Sgd
 from fedsim.schedule import Constant, Cosine, Step, TimeDecay
+from fedsim.server_optimizer.adaptive import FedAdagrad, FedAdam, FedYogi
 from fedsim.server_optimizer.fedavgm import FedAvgM
 from fedsim.server_optimizer.sgd import Sgd as ServerSgd
 
@@ -73,7 +74,7 @@ def test_against_torch(name: str, weight_decay: float) -> None:
 
 def test_fedavgm_against_the_supplement() -> None:
     """m <- mu m + (1 - mu) d ; theta <- theta - eta m, from m = 0. By hand for one round, NumPy for six."""
-    rule = FedAvgM(lr=0.5, momentum=0.9)
+    rule = FedAvgM(lr=0.5, momentum=0.9, form="ema", nesterov=False)
     theta = {"w": torch.tensor([1.0])}
     new, state = rule.step(theta, {"w": torch.tensor([2.0])}, rule.init(theta), rule.lr)
     assert state["m"]["w"].item() == pytest.approx(0.2)
@@ -91,7 +92,7 @@ def test_fedavgm_against_the_supplement() -> None:
 
 def test_fedavgm_without_momentum_is_the_plain_step() -> None:
     theta, d = {"w": torch.randn(4)}, {"w": torch.randn(4)}
-    rule = FedAvgM(lr=0.7, momentum=0.0)
+    rule = FedAvgM(lr=0.7, momentum=0.0, form="ema", nesterov=False)
     assert torch.equal(
         rule.step(theta, d, rule.init(theta), 0.7)[0]["w"], ServerSgd(lr=0.7).step(theta, d, {}, 0.7)[0]["w"]
     )
@@ -127,6 +128,76 @@ def test_kept_state_of_a_lone_client_is_one_long_optimization() -> None:
             torch.nn.functional.cross_entropy(model(x), y).backward()
             peer.step()
     torch.testing.assert_close(state.model.params["layers.0.weight"], model.weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def directions(count: int) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    return [{"w": torch.randn(5) * scale} for scale in np.linspace(0.1, 2, count)]
+
+
+def server_steps(optimizer, start: torch.Tensor, moves: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    params, state, places = {"w": start}, optimizer.init({"w": start}), []
+    for move in moves:
+        params, state = optimizer.step(params, move, state, optimizer.lr)
+        places.append(params["w"])
+    return places
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fedavgm_heavy_ball_is_torchs_momentum(nesterov: bool) -> None:
+    peer_w = torch.nn.Parameter(torch.arange(5.0))
+    peer = torch.optim.SGD([peer_w], lr=0.3, momentum=0.8, nesterov=nesterov)
+    ours = FedAvgM(lr=0.3, momentum=0.8, form="heavy_ball", nesterov=nesterov)
+    for place, move in zip(server_steps(ours, torch.arange(5.0), directions(6)), directions(6), strict=True):
+        peer_w.grad = move["w"]
+        peer.step()
+        torch.testing.assert_close(place, peer_w.detach())
+
+
+def test_fedavgm_forms_differ_by_the_rate_alone() -> None:
+    ema = FedAvgM(lr=1.0, momentum=0.9, form="ema", nesterov=False)
+    ball = FedAvgM(lr=0.1, momentum=0.9, form="heavy_ball", nesterov=False)
+    start = torch.zeros(5)
+    for a, b in zip(server_steps(ema, start, directions(4)), server_steps(ball, start, directions(4)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_fedadagrad_is_torchs_adagrad() -> None:
+    """v starts at tau^2, which is torch's initial accumulator; without momentum the two rules are one."""
+    peer_w = torch.nn.Parameter(torch.arange(5.0))
+    peer = torch.optim.Adagrad([peer_w], lr=0.2, initial_accumulator_value=0.01**2, eps=0.01)
+    ours = FedAdagrad(lr=0.2, beta1=0.0, tau=0.01)
+    for place, move in zip(server_steps(ours, torch.arange(5.0), directions(6)), directions(6), strict=True):
+        peer_w.grad = move["w"]
+        peer.step()
+        torch.testing.assert_close(place, peer_w.detach())
+
+
+def test_fedadam_is_torchs_adam_without_its_bias_correction() -> None:
+    """torch divides m by 1 - beta1^t and sqrt(v) by sqrt(1 - beta2^t): here a rate and an eps that undo both."""
+    beta1, beta2, tau, lr = 0.9, 0.99, 0.001, 0.05
+    peer_w = torch.nn.Parameter(torch.arange(5.0))
+    peer = torch.optim.Adam([peer_w], betas=(beta1, beta2))
+    zero, small_v = torch.zeros(5), torch.full((5,), tau**2)
+    peer.state[peer_w] = {"step": torch.tensor(0.0), "exp_avg": zero, "exp_avg_sq": small_v}
+    ours = FedAdam(lr=lr, beta1=beta1, tau=tau, beta2=beta2)
+    places = server_steps(ours, torch.arange(5.0), directions(6))
+    for t, (place, move) in enumerate(zip(places, directions(6), strict=True), start=1):
+        root = math.sqrt(1 - beta2**t)
+        peer.param_groups[0].update(lr=lr * (1 - beta1**t) / root, eps=tau / root)
+        peer_w.grad = move["w"]
+        peer.step()
+        torch.testing.assert_close(place, peer_w.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_fedyogi_by_hand() -> None:
+    """tau = 0.1, so v = 0.01. D = 1: D^2 > v, v <- 0.01 + 0.5 = 0.51, m = 0.5; theta <- -0.5 / (sqrt(0.51) + 0.1).
+    D = 0.2: D^2 = 0.04 < v, v <- 0.51 - 0.02 = 0.49, m = 0.35; theta <- theta - 0.35 / 0.8."""
+    ours = FedYogi(lr=1.0, beta1=0.5, tau=0.1, beta2=0.5)
+    moves = [{"w": torch.tensor([1.0])}, {"w": torch.tensor([0.2])}]
+    first, second = server_steps(ours, torch.zeros(1), moves)
+    assert first.item() == pytest.approx(-0.5 / (math.sqrt(0.51) + 0.1))
+    assert second.item() == pytest.approx(first.item() - 0.35 / 0.8)
 
 
 def test_schedules_by_hand() -> None:

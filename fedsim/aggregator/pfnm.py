@@ -58,6 +58,8 @@ class Pfnm(Elastic):
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
         theta, members = cohort.server.params, cohort.members
+        if not all(torch.isfinite(t).all() for m in members for t in m.params.values()):
+            return Direction(cohort.delta)  # nothing to match: the run has diverged, and will be seen to
         found = match(
             [_network(m.params) for m in members],
             [m.weight for m in members],

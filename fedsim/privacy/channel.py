@@ -104,6 +104,7 @@ class Protected(Summation):
         super().__init__()
         self._privacy, self._work = privacy, work
         self._clipped: list[Tensor] = []
+        self._diverged = False
         self._secure: SecureSum | None = None
         self._shapes: dict[str, dict[str, torch.Size]] = {}
 
@@ -117,6 +118,10 @@ class Protected(Summation):
         self._shapes = {name: {key: t.shape for key, t in part.tree.items()} for name, part in parts.items()}
         flat = [part.weight * t.double().reshape(-1) for part in parts.values() for t in part.tree.values()]
         vector = torch.cat(flat).cpu().numpy()
+        if not np.isfinite(vector).all():  # no ring has such a number: the plain sum shows that the run has diverged
+            self._diverged = True
+            super().add(client, parts)
+            return
         if self._secure is None:
             sampled = list(self._work.sampled)
             self._secure = SecureSum(sampled, self._privacy.least(len(sampled)), self._privacy.bits, len(vector))
@@ -124,7 +129,7 @@ class Protected(Summation):
 
     def total(self) -> dict[str, Tree]:
         total = super().total()
-        if self._secure is not None:
+        if self._secure is not None and not self._diverged:
             total |= self._unflatten(self._secure.total())
         noise, count = self._privacy.noise_multiplier, len(self._clipped)
         if noise and count:
