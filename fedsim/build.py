@@ -91,6 +91,8 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     architecture = group(config, "model")
     with prefixed("model"):
         module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+    if privacy.clip is not None and next(module.buffers(), None) is not None:
+        raise check.BadValue("privacy.clip", privacy.clip, "batch norm's statistics cannot be clipped; use group norm")
     return Experiment(
         seed=config["seed"],
         rounds=config["rounds"],

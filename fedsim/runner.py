@@ -181,8 +181,8 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     row["comm/down_bytes"] = size * down * len(turn.sampled)
     row["comm/up_bytes"] = size * (up + exp.aggregator.extra_uploads if up else 0) * len(turn.clients)
     row["clients/arrived"] = len(clients)
-    row["async/staleness"] = round - turn.version
-    row["async/discarded"] = turn.discarded
+    if "running" in turn.clock:
+        row |= {"async/staleness": round - turn.version, "async/discarded": turn.discarded}
     row["time/virtual_s"] = turn.clock["now"]  # type: ignore[assignment]
     if exp.privacy.noise_multiplier:
         row["privacy/epsilon"] = exp.privacy.epsilon(round + 1, exp.data.num_clients, len(turn.sampled))

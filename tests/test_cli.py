@@ -48,19 +48,25 @@ def test_the_default_run_writes_everything_promised(fedsim: Command, tmp_path: P
     folder = tmp_path / "outputs" / "default"
     assert {p.name for p in folder.iterdir() if not p.name.startswith(".")} == {
         *("config.yaml", "metrics.csv", "layers.csv", "summary.json"),
-        *("partition.png", "curves.png", "checkpoint.pt"),
+        *("clients.csv", "partition.png", "curves.png", "checkpoint.pt"),
     }
     table = pd.read_csv(folder / "metrics.csv")
     assert list(table.columns) == list(METRICS)
     assert table["round"].tolist() == [1, 2, 3]
-    measured = [c for c in METRICS if not c.startswith("sent/") and "conv" not in c]
+    elsewhere = ("sent/", "async/", "privacy/", "pfnm/", "personal/")
+    measured = [c for c in METRICS if not c.startswith(elsewhere) and "conv" not in c]
     assert table[measured].notna().all().all()
     assert table[["sent/accuracy", "norm/N_conv"]].isna().all().all(), "blank where there is nothing to measure"
     layers = pd.read_csv(folder / "layers.csv")
     assert list(layers.columns) == list(LAYER_METRICS)
     assert layers["layer"].tolist() == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"] * 3
     assert (layers["N"] <= layers["E"] * (1 + 1e-6)).all()
+    clients = pd.read_csv(folder / "clients.csv")
+    assert len(clients) == 100
+    assert clients[["samples", "sensitivity_samples"]].to_numpy().sum() == 4000
+    assert clients["emd"].between(0, 2).all()
     summary = json.loads((folder / "summary.json").read_text())
+    assert summary["virtual_s_to_accuracy"]["10 %"] in table["time/virtual_s"].tolist()
     assert summary["status"] == "finished"
     assert summary["test_accuracy_last"] == table["test/accuracy"].iloc[-1]
     assert summary["test_accuracy_best"] == table["test/accuracy"].max()
@@ -85,7 +91,11 @@ def test_help_is_quick_and_lists_groups_choices_and_examples(fedsim: Command) ->
     listing = "import sys, fedsim.cli; print({'torch', 'pandas', 'matplotlib', 'numpy', 'wandb'} & set(sys.modules))"
     imported = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True)
     assert imported.stdout.strip() == "set()"
-    for text in ("aggregator: elastic, fedavg", "client_optimizer: adagrad", "fedsim -m aggregator.tau=0.1,0.5,0.9"):
+    for text in (
+        "aggregator: elastic, fedasync, fedavg",
+        "client_optimizer: adagrad",
+        "fedsim -m aggregator.tau=0.1,0.5,0.9",
+    ):
         assert text in result.stdout
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import play, small
+from conftest import experiment, play, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,6 +198,34 @@ def test_fedyogi_by_hand() -> None:
     first, second = server_steps(ours, torch.zeros(1), moves)
     assert first.item() == pytest.approx(-0.5 / (math.sqrt(0.51) + 0.1))
     assert second.item() == pytest.approx(first.item() - 0.35 / 0.8)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        ("server_optimizer=sgd",),
+        ("server_optimizer=fedavgm",),
+        ("server_optimizer=fedavgm", "server_optimizer.form=heavy_ball", "server_optimizer.lr=0.1"),
+        ("server_optimizer=fedavgm", "server_optimizer.nesterov=true"),
+        ("server_optimizer=fedadagrad", "server_optimizer.lr=0.5"),
+        ("server_optimizer=fedadam", "server_optimizer.lr=0.02"),
+        ("server_optimizer=fedyogi", "server_optimizer.lr=0.02"),
+        ("aggregator=elastic",),
+        ("aggregator=momentum", "aggregator.gamma=0.5"),
+        ("aggregator=fedasync",),
+    ],
+    ids=" ".join,
+)
+def test_every_server_finds_the_optimum_of_the_quadratic(server: tuple[str, ...]) -> None:
+    """f1 + f2 = m x^2: with one full-batch step on each client (no drift) all of them must end at 0. FedYogi and
+    FedAdam hover within about a step of it."""
+    aggregator = () if any(s.startswith("aggregator=") for s in server) else ("aggregator=fedavg",)
+    exp = experiment("dataset=quadratic", "client=fedsgd", "rounds=400", *aggregator, *server)
+    state, _ = play(exp)
+    (x,) = state.model.params.values()
+    start = next(iter(exp.task.initial_model().params.values()))
+    assert abs(start.item()) > 0.5
+    assert abs(x.item()) < 0.02
 
 
 def test_schedules_by_hand() -> None:

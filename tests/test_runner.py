@@ -179,9 +179,11 @@ BATCH_NORM = (
 )
 
 
-def test_batch_norm_clients_start_from_the_same_buffers_and_leave_them_alone() -> None:
-    """The broadcast statistics are each client's own copy: one client's training does not show in the next one's."""
-    exp = experiment(*BATCH_NORM, "aggregator=fedavg", "eval.train=false")
+@pytest.mark.parametrize("server_optimizer", ["sgd", "fedadam"])
+def test_batch_norm_clients_start_from_the_same_buffers_and_leave_them_alone(server_optimizer: str) -> None:
+    """The broadcast statistics are each client's own copy: one client's training does not show in the next one's.
+    Their average is the new model's, whatever the server optimizer does to the weights."""
+    exp = experiment(*BATCH_NORM, "aggregator=fedavg", "eval.train=false", f"server_optimizer={server_optimizer}")
     state = initial_state(exp)
     before = {n: b.clone() for n, b in state.model.buffers.items()}
     after, _ = play(exp, state)
