@@ -27,9 +27,7 @@ def partition(path: Path, table: np.ndarray, distances: np.ndarray, title: str) 
     sizes.hist(counts, bins=_bins(counts), color="tab:blue", edgecolor="white")
     sizes.set(xlabel="training samples", ylabel="clients", title=f"sizes: {counts.min()} to {counts.max()}")
     distance.hist(distances, bins=np.linspace(0, 2, 41), color="tab:orange", edgecolor="white")
-    distance.set(
-        xlabel="EMD", ylabel="clients", title=f"distance from the population: {distances.mean():.2f} on average"
-    )
+    distance.set(xlabel="EMD", ylabel="clients", title=f"from the population: {distances.mean():.2f} on average")
     figure.savefig(path, dpi=120)
 
 
