@@ -55,5 +55,7 @@ class PerFedAvg(Sgd):
     def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
         """The step(s) of rate alpha that the method trains for."""
         plain = Sgd(max(self.adaptation_steps, 1), self.batch_size)  # an epoch has at least one step
+        if not self.alpha:
+            return Adaptation(plain, optimizer, lr, steps=0)
         descent = PlainSgd(lr=self.alpha, weight_decay=0.0, persist_state=False, momentum=0.0, nesterov=False)
         return Adaptation(plain, descent, self.alpha, self.adaptation_steps)
