@@ -69,6 +69,12 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     assert isinstance(evaluate, Evaluate)
     with prefixed("participation"):
         participation.count(partition.num_clients)
+    if privacy.masked and participation.count(partition.num_clients) < 2:
+        raise check.BadValue(
+            "participation.clients_per_round",
+            participation.clients_per_round,
+            "must be 2 or more: masks hide no sum of one",
+        )
     if aggregator.probe is not None and not partition.sensitivity_fraction:
         raise check.BadValue(
             "partition.sensitivity_fraction", 0, "must be > 0 for this aggregator, which measures on B_k"
@@ -124,8 +130,8 @@ def compatible(privacy: Privacy, client: Client, aggregator: Aggregator, partici
         raise check.BadValue(
             "aggregator.weighting", aggregator.weighting, "must be uniform with privacy.noise_multiplier > 0"
         )
-    if privacy.noise_multiplier and isinstance(client, LoAdaBoost):
-        raise check.InputError("client=loadaboost reports losses that no noise covers; use privacy.noise_multiplier=0")
+    if privacy.active and isinstance(client, LoAdaBoost):
+        raise check.InputError("client=loadaboost reports every client's loss, which no sum can hide; use privacy=none")
 
 
 def check_root(config: Mapping[str, Any]) -> None:

@@ -44,6 +44,8 @@ class Cohort:
     """sum_k w_k (mean training loss of client k)."""
     states: dict[int, State]
     """What clients keep for their next round."""
+    length: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """sum_k w_k ||delta_k|| of the whole model, as the server knows it: E, or what privacy leaves of it."""
     count: int = 0
     """How many clients."""
     staleness: int = 0
@@ -80,6 +82,8 @@ class CohortSum:
             parts["measured"] = Part(weight, result.measured)
         if result.sent is not None:
             parts["sent"] = Part(1 / self._count, result.sent)
+        if self._work.lengths and self._work.privacy and self._work.privacy.active:
+            parts["length"] = Part(weight, {"": self._layers.norms(delta)[-1:]})
         self._sum.add(client, parts)
         self._E.add_(self._layers.norms(delta), alpha=weight)
         self._loss.add_(result.loss, alpha=weight)
@@ -102,6 +106,7 @@ class CohortSum:
             E=self._E,
             loss=self._loss,
             states=self._states,
+            length=total["length"][""][0] if "length" in total else self._E[-1],
             count=self._count,
             staleness=self._work.staleness,
             sent=total.get("sent"),

@@ -146,7 +146,9 @@ class FederatedData:
         split, counts = self.split, np.diff(self.split.offsets)
         place = np.arange(len(split.indices)) - np.repeat(split.offsets[:-1], counts)
         own = split.indices[place >= np.repeat(split.held, counts)]
-        return self.on_device(np.sort(np.concatenate([own, self.global_set]) if self.portion else own))
+        if self.portion:
+            own = np.unique(np.concatenate([self.training(k) for k in range(self.num_clients)]))
+        return self.on_device(np.sort(own))
 
     def on_device(self, array: np.ndarray) -> Tensor:
         # Not non_blocking: the array is a temporary, and MPS would read it after it is gone.

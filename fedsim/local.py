@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedsim import growth, rng
+from fedsim.participation.base import steps_taken
 from fedsim.types import Context, Finished, Model, State, Tree, Work
 
 OPTIMIZER = "optimizer/"
@@ -54,7 +55,7 @@ def descend(work: Work, client: int, purpose: str, most: int | None = None) -> t
     data = work.data.client(client, work.round, rule.batch_size, purpose)
     context = Context(work.task, work.model, work.shared, own, data, work.lr)
     if client in work.effort:
-        most = max(int(work.effort[client] * rule.epochs * data.steps), 1)
+        most = steps_taken(rule.epochs * data.steps, work.effort[client])
 
     model = rule.start(context)
     params, buffers = model.params, {n: b.clone() for n, b in model.buffers.items()}

@@ -178,8 +178,9 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     size = sum(t.numel() * t.element_size() for t in (*model.params.values(), *model.buffers.values()))
     down, up = exp.client.traffic
     row["client_lr"] = work.lr
-    row["comm/down_bytes"] = size * down * len(turn.sampled)
-    row["comm/up_bytes"] = size * (up + exp.aggregator.extra_uploads if up else 0) * len(turn.clients)
+    row["comm/down_bytes"] = size * down * turn.sent
+    arrived = len(turn.clients) + turn.discarded
+    row["comm/up_bytes"] = size * (up + exp.aggregator.extra_uploads if up else 0) * arrived
     row["clients/arrived"] = len(clients)
     if "running" in turn.clock:
         row |= {"async/staleness": round - turn.version, "async/discarded": turn.discarded}
@@ -219,6 +220,7 @@ def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
         states=state.clients,
         effort=turn.effort,
         individual=exp.aggregator.individual,
+        lengths=exp.aggregator.lengths,
         privacy=exp.privacy,
         sampled=turn.sampled,
         staleness=state.round - turn.version,
@@ -257,7 +259,7 @@ def measure(
         averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
         evaluations = evaluate(exp, model, averaged)
         if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
-            turn = Turn((), (), {}, state.round + 1, {})
+            turn = Turn((), (), {}, state.round + 1, {}, 0)
             later = replace(state, round=state.round + 1, model=new.model, rule=new.shared, clients=kept, underway={})
             values |= personal.accuracy(assign(exp, later, turn), exp.eval.personal_clients, exp.eval.batch_size)
 

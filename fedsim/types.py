@@ -196,6 +196,11 @@ class Aggregator(Protocol):
         ...
 
     @property
+    def lengths(self) -> bool:
+        """Whether it needs the clients' mean length, ||delta_k|| (FedNNNN's E), as the server may know it."""
+        ...
+
+    @property
     def probe(self) -> Probe | None: ...
     def init(self, params: Tree) -> State: ...
     def direction(self, cohort: "Cohort", state: State) -> Direction: ...
@@ -219,6 +224,8 @@ class Turn:
     """The round whose model they were sent: an earlier one in asynchronous training."""
     clock: Clock
     """After the round."""
+    sent: int
+    """How many times the model was sent out."""
     discarded: int = 0
     """Updates that came too late to be used."""
 
@@ -254,6 +261,7 @@ class Work:
     """What each client kept from its last round, for those that kept anything."""
     effort: Mapping[int, float] = field(default_factory=dict)
     individual: bool = False
+    lengths: bool = False
     privacy: "Privacy | None" = None
     sampled: Sequence[int] = ()
     staleness: int = 0

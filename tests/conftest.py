@@ -51,7 +51,7 @@ def small(*overrides: str) -> Experiment:
 
 def work_of(exp: Experiment, state: RunState, round: int = 0) -> Work:
     """What a synchronous round's clients are given."""
-    return assign(exp, replace(state, round=round), Turn((), (), {}, round, {}))
+    return assign(exp, replace(state, round=round), Turn((), (), {}, round, {}, 0))
 
 
 def play(exp: Experiment, state: RunState | None = None) -> tuple[RunState, list[Row]]:

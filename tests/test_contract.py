@@ -29,6 +29,7 @@ REFUSED = [
     ("aggregator=pfnm", "privacy=gaussian"),
     ("aggregator=pfnm", "privacy=masked"),
     ("client=loadaboost", "privacy=gaussian"),
+    ("client=loadaboost", "privacy=masked"),
     ("participation=async", "privacy=masked"),
     ("client=local", "privacy=gaussian"),
     ("client=local", "privacy=masked"),

@@ -19,7 +19,7 @@ def one_client(*overrides: str) -> State:
     exp = experiment(*overrides, *KEPT)
     state = initial_state(exp)
     assert state.clients == {}, "a client never seen costs nothing"
-    result = local.train(assign(exp, state, Turn([0], [0], {}, 0, {})), 0)
+    result = local.train(assign(exp, state, Turn([0], [0], {}, 0, {}, 1)), 0)
     assert result.state is not None
     return result.state
 

@@ -27,6 +27,10 @@ class FedAvg:
         return False
 
     @property
+    def lengths(self) -> bool:
+        return False
+
+    @property
     def probe(self) -> Probe | None:
         return None
 

@@ -27,6 +27,10 @@ class FedNNNN(FedAvg):
         check.number("beta", self.beta, gt=0)
         check.number("gamma", self.gamma, ge=0, lt=1)
 
+    @property
+    def lengths(self) -> bool:
+        return True
+
     def init(self, params: Tree) -> State:
         return {"v": {n: torch.zeros_like(p) for n, p in params.items()}}
 

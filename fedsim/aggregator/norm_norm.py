@@ -18,7 +18,7 @@ NEGLIGIBLE = 1e-6  # of E: below this N is rounding error of float32, and E/N wo
 
 def amplification(cohort: Cohort) -> Tensor:
     """E/N, or 0 where the clients' updates cancel (the paper: "we do not normalize ... and return w_t as is")."""
-    N, E = cohort.N[-1], cohort.E[-1]
+    N, E = cohort.N[-1], cohort.length.clamp_min(0)
     return torch.where(N > NEGLIGIBLE * E, E / N, 0.0)
 
 
@@ -29,6 +29,10 @@ class NormNorm(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         check.number("beta", self.beta, gt=0)
+
+    @property
+    def lengths(self) -> bool:
+        return True
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
         scale = self.beta * amplification(cohort)

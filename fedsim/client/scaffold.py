@@ -19,7 +19,7 @@ from fedsim.client.sgd import Sgd
 from fedsim.client_optimizer.sgd import Sgd as PlainSgd
 from fedsim.cohort import Cohort
 from fedsim.task import Task
-from fedsim.types import Batch, ClientOptimizer, Context, Finished, Model, State, Tree
+from fedsim.types import Adaptation, Batch, ClientOptimizer, Context, Finished, Model, State, Tree
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Scaffold(Sgd):
         else:
             new = {n: c_i[n] - c[n] + (t - y[n]) / (steps * context.lr) for n, t in x.items()}
         return Finished(model, kept={"c": new}, sent={n: t - c_i[n] for n, t in new.items()})
+
+    def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
+        """Fine-tuning on the client's own loss: corrected steps would go where all clients want to go."""
+        return Adaptation(Sgd(self.epochs, self.batch_size), optimizer, lr)
 
     def merge(self, state: State, cohort: Cohort, num_clients: int) -> State:
         if cohort.sent is None:

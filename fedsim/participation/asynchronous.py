@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsim import check, rng
-from fedsim.participation.base import Participation
+from fedsim.participation.base import Participation, steps_taken
 from fedsim.types import Clock, Turn
 
 
@@ -36,6 +36,8 @@ class Asynchronous(Participation):
             for client in rng.sample(rng.generator(seed, "cohort", 0), len(steps), self.count(len(steps))).tolist():
                 self._dispatch(seed, running, now, client, 0, int(sent), steps)
                 sent += 1
+        before = clock.get("sent", 0.0)
+        assert isinstance(before, float)
         discarded = 0
         while True:
             now, client, version, dispatch = heapq.heappop(running)
@@ -51,7 +53,8 @@ class Asynchronous(Participation):
             discarded += arrived
         k = int(client)
         after: Clock = {"now": now, "sent": sent, "running": running}
-        return Turn([k], [k], self.effort(seed, int(dispatch), [k]), int(version), after, discarded)
+        effort = self.effort(seed, int(dispatch), [k])
+        return Turn([k], [k], effort, int(version), after, int(sent - before), discarded)
 
     def _dispatch(
         self,
@@ -64,7 +67,7 @@ class Asynchronous(Participation):
         steps: Sequence[int],
     ) -> None:
         share = self.effort(seed, dispatch, [client]).get(client, 1.0)
-        done = now + self.duration(seed, dispatch, client, steps[client] * share)
+        done = now + self.duration(seed, dispatch, client, steps_taken(steps[client], share))
         heapq.heappush(running, [done, client, version, dispatch])
 
     def _idle(self, seed: int, dispatch: int, num_clients: int, busy: set[int]) -> int:

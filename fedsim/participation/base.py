@@ -13,6 +13,11 @@ from dataclasses import dataclass
 from fedsim import check, rng
 
 
+def steps_taken(steps: int, share: float) -> int:
+    """How many of its steps a client takes that manages a share of them: one at least."""
+    return max(int(share * steps), 1)
+
+
 @dataclass(frozen=True)
 class Participation(ABC):
     """`clients_per_round` is a count (a whole number) or a fraction C in (0, 1] (written with a point): 1 is one, 1.0
@@ -40,9 +45,9 @@ class Participation(ABC):
         check.number("stragglers", self.stragglers, ge=0, le=1)
         check.number("least_effort", self.least_effort, ge=0, le=1)
         check.number("speed", self.speed, gt=0)
-        check.number("speed_sigma", self.speed_sigma, ge=0)
+        check.number("speed_sigma", self.speed_sigma, ge=0, le=10)
         check.number("delay", self.delay, ge=0)
-        check.number("delay_sigma", self.delay_sigma, ge=0)
+        check.number("delay_sigma", self.delay_sigma, ge=0, le=10)
 
     def count(self, num_clients: int) -> int:
         wanted = self.clients_per_round
@@ -62,10 +67,10 @@ class Participation(ABC):
         for client in clients if self.stragglers else ():
             straggles, share = rng.generator(seed, "straggles", time, client).random_sample(2)
             if straggles < self.stragglers:
-                shares[client] = self.least_effort + (1 - self.least_effort) * share
+                shares[client] = float(self.least_effort + (1 - self.least_effort) * share)
         return shares
 
-    def duration(self, seed: int, time: int, client: int, steps: float) -> float:
+    def duration(self, seed: int, time: int, client: int, steps: int) -> float:
         """Virtual seconds between sending a client the model and having its update."""
         speed, delay = self.speed, self.delay
         if self.speed_sigma:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsim import rng
-from fedsim.participation.base import Participation
+from fedsim.participation.base import Participation, steps_taken
 from fedsim.types import Clock, Turn
 
 
@@ -21,7 +21,8 @@ class Uniform(Participation):
         sampled = self.draw(seed, round, len(steps))
         clients = [k for k in sampled if not self.fails(seed, round, k)]
         effort = self.effort(seed, round, clients)
-        slowest = max((self.duration(seed, round, k, steps[k] * effort.get(k, 1.0)) for k in clients), default=0.0)
+        taken = {k: steps_taken(steps[k], effort.get(k, 1.0)) for k in clients}
+        slowest = max((self.duration(seed, round, k, n) for k, n in taken.items()), default=0.0)
         now = clock.get("now", 0.0)
         assert isinstance(now, float)
-        return Turn(sampled, clients, effort, version=round, clock={"now": now + slowest})
+        return Turn(sampled, clients, effort, version=round, clock={"now": now + slowest}, sent=len(sampled))

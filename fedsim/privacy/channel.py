@@ -72,7 +72,7 @@ class Privacy:
         if self.clip is not None:
             check.number("clip", self.clip, gt=0)
         check.number("clip_extra", self.clip_extra, gt=0)
-        check.number("noise_multiplier", self.noise_multiplier, ge=0)
+        check.number("noise_multiplier", self.noise_multiplier, ge=0, le=1e6)
         check.number("delta", self.delta, gt=0, lt=1)
         check.boolean("masked", self.masked)
         check.integer("bits", self.bits, ge=1, le=52)
@@ -86,7 +86,7 @@ class Privacy:
 
     def least(self, sampled: int) -> int:
         """How many clients must answer for the round to count: the threshold of the secret sharing."""
-        return math.ceil(self.threshold * sampled) if self.masked else 1
+        return math.ceil(round(self.threshold * sampled, 9)) if self.masked else 1
 
     def epsilon(self, rounds: int, num_clients: int, clients_per_round: int) -> float:
         from fedsim.privacy import accountant  # imported only where it is used: it takes a second
@@ -115,12 +115,13 @@ class Protected(Summation):
         if not self._privacy.masked:
             super().add(client, parts)
             return
+        for name, part in parts.items():
+            self.expect(name, part.tree)
         self._shapes = {name: {key: t.shape for key, t in part.tree.items()} for name, part in parts.items()}
         flat = [part.weight * t.double().reshape(-1) for part in parts.values() for t in part.tree.values()]
         vector = torch.cat(flat).cpu().numpy()
-        if not np.isfinite(vector).all():  # no ring has such a number: the plain sum shows that the run has diverged
+        if not np.isfinite(vector).all():  # no ring has such a number: the run has diverged
             self._diverged = True
-            super().add(client, parts)
             return
         if self._secure is None:
             sampled = list(self._work.sampled)
@@ -129,7 +130,9 @@ class Protected(Summation):
 
     def total(self) -> dict[str, Tree]:
         total = super().total()
-        if self._secure is not None and not self._diverged:
+        if self._diverged:
+            return {n: {key: torch.full_like(t, torch.nan) for key, t in tree.items()} for n, tree in total.items()}
+        if self._secure is not None:
             total |= self._unflatten(self._secure.total())
         noise, count = self._privacy.noise_multiplier, len(self._clipped)
         if noise and count:
@@ -147,7 +150,7 @@ class Protected(Summation):
 
     def _bound(self, name: str) -> float:
         assert self._privacy.clip is not None
-        return self._privacy.clip if name == "delta" else self._privacy.clip_extra
+        return self._privacy.clip if name in ("delta", "length") else self._privacy.clip_extra
 
     def _clip(self, name: str, part: Part) -> Part:
         norm = torch.stack([t.square().sum() for t in part.tree.values()]).sum().sqrt()
