@@ -261,7 +261,9 @@ def measure(
         if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
             turn = Turn((), (), {}, state.round + 1, {}, 0)
             later = replace(state, round=state.round + 1, model=new.model, rule=new.shared, clients=kept, underway={})
-            values |= personal.accuracy(assign(exp, later, turn), exp.eval.personal_clients, exp.eval.batch_size)
+            # At the rate of the round that ends here: a schedule's next one may be 0.
+            work = replace(assign(exp, later, turn), lr=exp.schedule(exp.client_optimizer.lr, state.round))
+            values |= personal.accuracy(work, exp.eval.personal_clients, exp.eval.batch_size)
 
     row, layer_rows = fetch(values, evaluations, table)
     row["round"] = state.round + 1

@@ -64,6 +64,6 @@ class PFedMe(Sgd):
         return Finished(Model(mixed, model.buffers))
 
     def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
-        """theta at the present w, over all of the client's data: FedProx' problem, with the inner solver's rate."""
+        """theta at the present w: the inner problem on all of the client's data, which is FedProx'."""
         descent = PlainSgd(lr=self.inner_lr, weight_decay=0.0, persist_state=False, momentum=0.0, nesterov=False)
-        return Adaptation(FedProx(self.epochs, self.batch_size, self.lambda_), descent, self.inner_lr)
+        return Adaptation(FedProx(self.inner_steps, None, self.lambda_), descent, self.inner_lr)

@@ -56,6 +56,8 @@ class Scaffold(Sgd):
         c_i = context.own.get("c") or {n: torch.zeros_like(t) for n, t in x.items()}
         if self.option == 1:
             new = context.task.full_gradient(context.model, context.data.all())
+        elif not context.lr:  # the end of a schedule: no step was taken that could say anything
+            new = c_i
         else:
             new = {n: c_i[n] - c[n] + (t - y[n]) / (steps * context.lr) for n, t in x.items()}
         return Finished(model, kept={"c": new}, sent={n: t - c_i[n] for n, t in new.items()})
