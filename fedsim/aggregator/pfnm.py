@@ -11,14 +11,13 @@ weights are; a global parameter's Omega is the mean over the clients that have i
 is then taken layer by layer in the matched network.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
 
 from fedsim import check
 from fedsim.aggregator.elastic import Elastic
-from fedsim.aggregator.fedavg import FedAvg
 from fedsim.cohort import Cohort
 from fedsim.matching import Matched, Network, Prior, align, carry, match, pad
 from fedsim.types import Direction, Probe, State, Tree
@@ -33,11 +32,9 @@ class Pfnm(Elastic):
     iterations: int
 
     def __post_init__(self) -> None:
-        if self.tau is None:
-            FedAvg.__post_init__(self)
-        else:
-            super().__post_init__()
-        Prior(self.sigma2, self.sigma02, self.gamma0)  # checks them
+        inherited = {f.name: getattr(self, f.name) for f in fields(Elastic)}
+        Elastic(**inherited | ({"tau": 0.5} if self.tau is None else {}))  # checks them, whether they are used or not
+        Prior(self.sigma2, self.sigma02, self.gamma0)
         check.integer("iterations", self.iterations, ge=1)
 
     @property

@@ -28,8 +28,7 @@ class Scaffold(Sgd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.option not in (1, 2):
-            raise check.BadValue("option", self.option, "must be 1 (gradient at x) or 2 (mean of the local steps)")
+        check.integer("option", self.option, ge=1, le=2)
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -26,6 +26,8 @@ class FedAvgM:
         check.number("momentum", self.momentum, ge=0, lt=1)
         check.choice("form", self.form, ("ema", "heavy_ball"))
         check.boolean("nesterov", self.nesterov)
+        if self.nesterov and not self.momentum:
+            raise check.BadValue("nesterov", self.nesterov, "needs momentum > 0")
 
     def init(self, params: Tree) -> State:
         return {"m": {n: torch.zeros_like(p) for n, p in params.items()}}
