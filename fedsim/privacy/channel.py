@@ -106,7 +106,6 @@ class Protected(Summation):
         self._clipped: list[Tensor] = []
         self._diverged = False
         self._secure: SecureSum | None = None
-        self._shapes: dict[str, dict[str, torch.Size]] = {}
 
     def add(self, client: int, parts: Mapping[str, Part]) -> None:
         parts = {name: part for name, part in parts.items() if part.tree}
@@ -116,10 +115,11 @@ class Protected(Summation):
             super().add(client, parts)
             return
         for name, part in parts.items():
-            self.expect(name, part.tree)
-        self._shapes = {name: {key: t.shape for key, t in part.tree.items()} for name, part in parts.items()}
-        flat = [part.weight * t.double().reshape(-1) for part in parts.values() for t in part.tree.values()]
-        vector = torch.cat(flat).cpu().numpy()
+            if name not in self._total:
+                self.expect(name, part.tree)
+        order = [(parts[name], key) for name, tree in self._total.items() for key in tree]
+        flat = [part.weight * part.tree[key].cpu().double().reshape(-1) for part, key in order]
+        vector = torch.cat(flat).numpy()
         if not np.isfinite(vector).all():  # no ring has such a number: the run has diverged
             self._diverged = True
             return
@@ -133,7 +133,7 @@ class Protected(Summation):
         if self._diverged:
             return {n: {key: torch.full_like(t, torch.nan) for key, t in tree.items()} for n, tree in total.items()}
         if self._secure is not None:
-            total |= self._unflatten(self._secure.total())
+            total = self._unflatten(self._secure.total())
         noise, count = self._privacy.noise_multiplier, len(self._clipped)
         if noise and count:
             present = [name for name, tree in total.items() if tree]
@@ -161,11 +161,8 @@ class Protected(Summation):
 
     def _unflatten(self, vector: np.ndarray) -> dict[str, Tree]:
         device = next(iter(self._work.server.params.values())).device
-        flat, at = torch.from_numpy(vector.astype(np.float32)).to(device), 0
-        found: dict[str, Tree] = {}
-        for name, shapes in self._shapes.items():
-            found[name] = {}
-            for key, shape in shapes.items():
-                found[name][key] = flat[at : at + shape.numel()].reshape(shape)
-                at += shape.numel()
-        return found
+        flat = torch.from_numpy(vector.astype(np.float32)).to(device)
+        pieces = iter(torch.split(flat, [t.numel() for tree in self._total.values() for t in tree.values()]))
+        return {
+            name: {key: next(pieces).view(t.shape) for key, t in tree.items()} for name, tree in self._total.items()
+        }
