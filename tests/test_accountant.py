@@ -146,7 +146,7 @@ def test_refused(changes: dict[str, float], key: str) -> None:
 def test_a_round_costs_no_time() -> None:
     """It is logged in every round, so divergences are worked out once. (0.1 ms; the bound is for busy machines.)"""
     epsilon(1, 1.0, 1e-5, 100, 10)
-    start = time.perf_counter()
+    start = time.process_time()
     for rounds in range(1, 101):
         epsilon(rounds, 1.0, 1e-5, 100, 10)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
