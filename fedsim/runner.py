@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,8 +78,9 @@ class Experiment:
     @cached_property
     def steps(self) -> Sequence[int]:
         """Local steps that every client would take in a round."""
-        epoch = np.ceil(self.data.sizes / (self.client.batch_size or np.inf)) if self.client.batch_size else 1
-        steps: list[int] = (self.client.epochs * np.broadcast_to(epoch, self.data.num_clients)).astype(int).tolist()
+        sizes = self.data.sizes
+        batches = -(-sizes // (self.client.batch_size or sizes))
+        steps: list[int] = (self.client.epochs * batches).tolist()
         return steps
 
 
@@ -152,54 +152,62 @@ def diverged(row: Row) -> bool:
 
 def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     """One round: sample, train, aggregate, step, measure."""
-    started, round = time.perf_counter(), state.round
-    turn = exp.participation(exp.seed, round, exp.steps, state.clock)
+    started = time.perf_counter()
+    turn = exp.participation(exp.seed, state.round, exp.steps, state.clock)
     # A round that too few clients answer for the masks to be lifted is void, as one that nobody answers.
     clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []
     work = assign(exp, state, turn)
     cohort = exp.engine(work, clients, weights(exp, clients))
-    if clients:
-        direction = exp.aggregator.direction(cohort, state.aggregator)
-        origin = direction.origin or state.model.params
-        server, rule = state.server, state.rule
-        if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
-            server = growth.overlaid(server, exp.server_optimizer.init(origin))
-            rule = growth.overlaid(rule, exp.client.init(origin))
-            cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
-        params, server = exp.server_optimizer.step(origin, direction.tree, server, exp.server_optimizer.lr)
-        model = Model(params, direction.buffers or cohort.buffers)
-        rule = exp.client.merge(rule, cohort, exp.data.num_clients)
-        kept = {**state.clients, **cohort.states} if cohort.states else state.clients
-    else:
-        direction, model = Direction({}, state.aggregator), state.model
-        server, rule, kept = state.server, state.rule, state.clients
-
-    row, layer_rows = measure(exp, state, cohort, direction, Broadcast(model, rule), kept)
-    size = sum(t.numel() * t.element_size() for t in (*model.params.values(), *model.buffers.values()))
-    down, up = exp.client.traffic
-    row["client_lr"] = work.lr
-    row["comm/down_bytes"] = size * down * turn.sent
-    arrived = len(turn.clients) + turn.discarded
-    row["comm/up_bytes"] = size * (up + exp.aggregator.extra_uploads if up else 0) * arrived
-    row["clients/arrived"] = len(clients)
-    if "running" in turn.clock:
-        row |= {"async/staleness": round - turn.version, "async/discarded": turn.discarded}
-    row["time/virtual_s"] = turn.clock["now"]  # type: ignore[assignment]
-    if exp.privacy.noise_multiplier:
-        row["privacy/epsilon"] = exp.privacy.epsilon(round + 1, exp.data.num_clients, len(turn.sampled))
+    after, direction = learn(exp, state, cohort) if clients else (state, Direction({}))
+    row, layer_rows = measure(exp, state, cohort, direction, after)
+    row |= account(exp, state, turn, after.model)
+    row["clients/arrived"], row["client_lr"] = len(clients), work.lr
     row["time/round_s"] = time.perf_counter() - started
-    after = RunState(
-        round=round + 1,
-        model=model,
-        aggregator=direction.state,
-        server=server,
-        rule=rule,
-        clients=kept,
+    after = replace(
+        after,
+        round=state.round + 1,
         norm_integrated=row["norm/N_integrated"],
         clock=turn.clock,
-        underway=underway(state, turn, Broadcast(model, rule)),
+        underway=underway(state, turn, Broadcast(after.model, after.rule)),
     )
     return after, row, layer_rows
+
+
+def learn(exp: Experiment, state: RunState, cohort: Cohort) -> tuple[RunState, Direction]:
+    """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept."""
+    direction = exp.aggregator.direction(cohort, state.aggregator)
+    origin, server, rule = direction.origin or state.model.params, state.server, state.rule
+    if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
+        server = growth.overlaid(server, exp.server_optimizer.init(origin))
+        rule = growth.overlaid(rule, exp.client.init(origin))
+        cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
+    params, server = exp.server_optimizer.step(origin, direction.tree, server, exp.server_optimizer.lr)
+    after = replace(
+        state,
+        model=Model(params, direction.buffers or cohort.buffers),
+        aggregator=direction.state,
+        server=server,
+        rule=exp.client.merge(rule, cohort, exp.data.num_clients),
+        clients={**state.clients, **cohort.states} if cohort.states else state.clients,
+    )
+    return after, direction
+
+
+def account(exp: Experiment, state: RunState, turn: Turn, model: Model) -> Row:
+    """What the round cost: bytes, virtual time, privacy."""
+    size = sum(t.numel() * t.element_size() for t in (*model.params.values(), *model.buffers.values()))
+    down, up = exp.client.traffic
+    answers = len(turn.clients) + turn.discarded
+    row: Row = {
+        "comm/down_bytes": size * down * turn.sent,
+        "comm/up_bytes": size * (up + exp.aggregator.extra_uploads if up else 0) * answers,
+        "time/virtual_s": turn.clock["now"],  # type: ignore[dict-item]
+    }
+    if "running" in turn.clock:
+        row |= {"async/staleness": state.round - turn.version, "async/discarded": turn.discarded}
+    if exp.privacy.noise_multiplier:
+        row["privacy/epsilon"] = exp.privacy.epsilon(state.round + 1, exp.data.num_clients, len(turn.sampled))
+    return row
 
 
 def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
@@ -243,11 +251,11 @@ def measure(
     state: RunState,
     cohort: Cohort,
     direction: Direction,
-    new: Broadcast,
-    kept: Mapping[int, State],
+    after: RunState,
 ) -> tuple[Row, LayerRows]:
     """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
-    layers, old, model = exp.task.layers, growth.padded(state.model.params, new.model.params), new.model
+    layers, model = exp.task.layers, after.model
+    old = growth.padded(state.model.params, model.params)
     moved = layers.norms({n: p - old[n] for n, p in model.params.items()})
     norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
     values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
@@ -259,10 +267,10 @@ def measure(
         averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
         evaluations = evaluate(exp, model, averaged)
         if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
-            turn = Turn((), (), {}, state.round + 1, {}, 0)
-            later = replace(state, round=state.round + 1, model=new.model, rule=new.shared, clients=kept, underway={})
+            later = replace(after, round=state.round + 1, underway={})
+            work = assign(exp, later, Turn((), (), {}, later.round, {}, 0))
             # At the rate of the round that ends here: a schedule's next one may be 0.
-            work = replace(assign(exp, later, turn), lr=exp.schedule(exp.client_optimizer.lr, state.round))
+            work = replace(work, lr=exp.schedule(exp.client_optimizer.lr, state.round))
             values |= personal.accuracy(work, exp.eval.personal_clients, exp.eval.batch_size)
 
     row, layer_rows = fetch(values, evaluations, table)
