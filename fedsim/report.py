@@ -13,6 +13,7 @@ from rich.table import Table
 from fedsim import plots
 
 LAST = "test_accuracy_last"
+PERSONAL = "personal_accuracy_after"
 COLUMNS = {
     "last": LAST,
     "best": "test_accuracy_best",
@@ -53,11 +54,12 @@ def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
     above = Path(os.path.commonpath([folder.parent for folder in summaries]))
     table = Table(title=f"{len(summaries)} runs", title_justify="left")
     table.add_column("run", overflow="fold")
-    for title in ("status", "rounds", *COLUMNS, "seconds"):
+    columns = COLUMNS | ({"personal": PERSONAL} if any(PERSONAL in s for s in summaries.values()) else {})
+    for title in ("status", "rounds", *columns, "seconds"):
         table.add_column(title, justify="right")
     rows, curves = [], {}
     for folder, s in summaries.items():
-        accuracy = [_percent(s[key]) if key in s else "-" for key in COLUMNS.values()]
+        accuracy = [_percent(s[key]) if key in s else "-" for key in columns.values()]
         table.add_row(s["name"], s["status"], str(s["rounds"]), *accuracy, f"{s['wall_time_s']:.1f}")
         rows.append({"run": s["name"]} | {k: v for k, v in s.items() if not isinstance(v, dict | list)})
         curves[s["name"]] = pd.read_csv(folder / "metrics.csv", dtype=float)
