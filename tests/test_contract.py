@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import play, small
+from conftest import experiment, play, small
 
 from fedsim import check, checkpoint
 from fedsim.runner import RunState, initial_state
@@ -123,3 +123,11 @@ def test_the_table_lists_every_choice() -> None:
 def test_what_cannot_be_promised_together_is_refused(pair: tuple[str, str]) -> None:
     with pytest.raises(check.InputError):
         small(*pair, *(o for m in pair for o in NEEDS.get(m, ())))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_experiment_leaves_the_client_rule_to_the_user(client: str) -> None:
+    for name in ("fedasync", "centralized"):
+        assert experiment(
+            f"experiment={name}", "dataset=synthetic", f"client={client}", *NEEDS.get(f"client={client}", ())
+        )
