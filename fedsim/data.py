@@ -92,7 +92,6 @@ class FederatedData:
     dataset: Dataset
     split: Split
     seed: int
-
     global_set: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """G, positions of the samples that belong to no client (shared_data)."""
     portion: int = 0
@@ -119,19 +118,17 @@ class FederatedData:
         """A client's samples, in the order that is this round's (and this purpose's)."""
         return ClientData(self, client, round, batch_size, purpose)
 
+    @property
+    def all_training(self) -> np.ndarray:
+        """What the clients train on, one client after another."""
+        return np.concatenate([self.training(k) for k in range(self.num_clients)])
+
     def label_counts(self) -> np.ndarray:
         """[clients, classes]: what every client trains on."""
-        labels, classes = self.dataset.train_y.cpu().numpy(), self.dataset.num_classes
-        owner = np.repeat(np.arange(self.num_clients), np.diff(self.split.offsets))
-        trained = np.concatenate([self.split.sensitivity(k) for k in range(self.num_clients)])
-        table = np.bincount(owner * classes + labels[self.split.indices], minlength=self.num_clients * classes)
-        held = np.repeat(np.arange(self.num_clients), self.split.held)
-        table -= np.bincount(held * classes + labels[trained], minlength=self.num_clients * classes)
-        table = table.reshape(self.num_clients, classes)
-        if self.portion:
-            for k in range(self.num_clients):
-                table[k] += np.bincount(labels[self.training(k)[-self.portion :]], minlength=classes)
-        return table
+        labels, classes = self.dataset.train_y.cpu().numpy()[self.all_training], self.dataset.num_classes
+        owner = np.repeat(np.arange(self.num_clients), self.sizes)
+        table = np.bincount(owner * classes + labels, minlength=self.num_clients * classes)
+        return table.reshape(self.num_clients, classes)
 
     def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         """B_k without its labels, in the order in which it was drawn."""
@@ -143,12 +140,7 @@ class FederatedData:
     @cached_property
     def training_set(self) -> Tensor:
         """Positions of all samples that some client trains on."""
-        split, counts = self.split, np.diff(self.split.offsets)
-        place = np.arange(len(split.indices)) - np.repeat(split.offsets[:-1], counts)
-        own = split.indices[place >= np.repeat(split.held, counts)]
-        if self.portion:
-            own = np.unique(np.concatenate([self.training(k) for k in range(self.num_clients)]))
-        return self.on_device(np.sort(own))
+        return self.on_device(np.unique(self.all_training))
 
     def on_device(self, array: np.ndarray) -> Tensor:
         # Not non_blocking: the array is a temporary, and MPS would read it after it is gone.
