@@ -6,20 +6,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
+from torch import nn
 
 from fedsim import check, rng
 from fedsim.client.loadaboost import LoAdaBoost
-from fedsim.data import FederatedData
+from fedsim.data import Dataset, FederatedData
 from fedsim.logger.base import Logger
 from fedsim.participation.asynchronous import Asynchronous
+from fedsim.partition import cache
+from fedsim.partition.base import Partition
 from fedsim.privacy.channel import Privacy
 from fedsim.runner import Evaluate, Experiment
+from fedsim.shared_data import SharedData
 from fedsim.task import Task
 from fedsim.types import Aggregator, Client, Participation
 
@@ -27,7 +32,12 @@ GROUPS = (
     *("dataset", "partition", "model", "client", "client_optimizer", "schedule", "aggregator", "server_optimizer"),
     *("participation", "engine", "shared_data", "privacy", "logger"),
 )
-ROOT = ("rounds", "seed", "device", "data_dir", "overwrite", "deterministic", "eval", "checkpoint", *GROUPS)
+ROOT = (
+    *("rounds", "seed", "device", "data_dir", "cache_dir", "overwrite", "deterministic", "eval", "checkpoint"),
+    *GROUPS,
+)
+PREVIEW = "preview"
+"""partition.preview: draw the partition and stop. Asked of the command, not of the partition."""
 
 
 def device(name: object) -> torch.device:
@@ -63,18 +73,12 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
-    partition, participation = group(config, "partition"), group(config, "participation")
+    partition, participation = group(config, "partition", without=(PREVIEW,)), group(config, "participation")
     privacy, shared = group(config, "privacy"), group(config, "shared_data")
     evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **config["eval"]}}, "eval")
     assert isinstance(evaluate, Evaluate)
-    with prefixed("participation"):
-        participation.count(partition.num_clients)
-    if privacy.masked and participation.count(partition.num_clients) < 2:
-        raise check.BadValue(
-            "participation.clients_per_round",
-            participation.clients_per_round,
-            "must be 2 or more: masks hide no sum of one",
-        )
+    if partition.num_clients is not None:
+        enough(participation, partition.num_clients, privacy)
     if aggregator.probe is not None and not partition.sensitivity_fraction:
         raise check.BadValue(
             "partition.sensitivity_fraction", 0, "must be > 0 for this aggregator, which measures on B_k"
@@ -84,25 +88,15 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         client.check(client_optimizer)
     compatible(privacy, client, aggregator, participation)
 
-    dataset = group(config, "dataset").to(where)
-    labels = dataset.train_y.cpu().numpy()
-    with prefixed("shared_data"):
-        global_set = shared.draw(labels, config["seed"])
-    others = np.setdiff1d(np.arange(len(labels)), global_set) if len(global_set) else np.arange(len(labels))
-    with prefixed("partition"):
-        split = partition(labels[others], config["seed"])
-    split = replace(split, indices=others[split.indices])
-    data = FederatedData(dataset, split, config["seed"], global_set, round(shared.alpha * len(global_set)))
-    rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
-    architecture = group(config, "model")
-    with prefixed("model"):
-        module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+    data = federated_data(config, where, partition, shared)
+    enough(participation, data.num_clients, privacy)
+    module = model(config, data.dataset, where)
     if privacy.clip is not None and next(module.buffers(), None) is not None:
         raise check.BadValue("privacy.clip", privacy.clip, "batch norm's statistics cannot be clipped; use group norm")
     return Experiment(
         seed=config["seed"],
         rounds=config["rounds"],
-        task=Task(module, dataset),
+        task=Task(module, data.dataset),
         data=data,
         client=client,
         client_optimizer=client_optimizer,
@@ -115,6 +109,58 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         privacy=privacy,
         warmup_epochs=shared.warmup_epochs,
     )
+
+
+def enough(participation: Participation, num_clients: int, privacy: Privacy) -> None:
+    """Whether there are the clients a round wants."""
+    with prefixed("participation"):
+        count = participation.count(num_clients)
+    if privacy.masked and count < 2:
+        raise check.BadValue("participation.clients_per_round", count, "must be 2 or more: masks hide no sum of one")
+
+
+def federated_data(
+    config: Mapping[str, Any], where: torch.device, partition: Partition, shared: SharedData
+) -> FederatedData:
+    """The dataset on its device, and who holds what of it."""
+    dataset, seed = group(config, "dataset"), config["seed"]
+    dataset = replace(dataset, fingerprint=dataset.identity())
+    everything = np.arange(len(dataset.train_y))
+    with prefixed("shared_data"):
+        global_set = shared.draw(dataset.train_y.numpy(), seed)
+    others = np.setdiff1d(everything, global_set) if len(global_set) else everything
+    with prefixed("partition"):
+        key = cache.key(partition, dataset.fingerprint, others, seed)
+        split = cache.draw(partition, dataset.population(others), seed, key, config["cache_dir"])
+    split = replace(split, indices=others[split.indices])
+    return FederatedData(dataset.to(where), split, seed, global_set, round(shared.alpha * len(global_set)), key)
+
+
+def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> nn.Module:
+    """The architecture, tried on two samples: what it gives must be what the dataset asks for."""
+    rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
+    architecture = group(config, "model")
+    with prefixed("model"):
+        module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+    if not dataset.classification:
+        return module
+    name, few = type(module).__name__, min(2, len(dataset.test_y))
+    try:
+        task = Task(module, dataset)
+        start, x = task.initial_model(), dataset.inputs(dataset.test_x[:few])
+        with torch.no_grad():
+            found = task.outputs(start.params, start.buffers, x, "eval").shape
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        kind, shape = "tokens" if dataset.tokens else "samples", "x".join(map(str, dataset.input_shape))
+        reason = shorten(str(error), 120, placeholder=" ...")
+        raise check.InputError(
+            f"model: {name} cannot take this dataset's {kind} of shape {shape} ({reason})"
+        ) from error
+    expected = (few, *dataset.test_y.shape[1:], dataset.num_classes)
+    if tuple(found) != expected:
+        said = ["x".join(map(str, shape)) for shape in (found, expected)]
+        raise check.InputError(f"model: {name} gives {said[0]} for {few} samples, this dataset needs {said[1]}")
+    return module
 
 
 def compatible(privacy: Privacy, client: Client, aggregator: Aggregator, participation: Participation) -> None:
@@ -148,6 +194,9 @@ def check_root(config: Mapping[str, Any]) -> None:
     for section in ("eval", "checkpoint"):
         check.mapping(section, config[section])
     check.boolean("overwrite", config["overwrite"])
+    check.text("cache_dir", config["cache_dir"])
+    check.mapping("partition", config["partition"])
+    check.boolean("partition.preview", config["partition"].get(PREVIEW))
     check.boolean("deterministic", config["deterministic"])
     if set(config["checkpoint"]) != {"every"}:
         raise check.BadValue("checkpoint", config["checkpoint"], "must have the key every, and no other")
@@ -158,10 +207,11 @@ def loggers(config: Mapping[str, Any]) -> list[Logger]:
     return [group(config["logger"], name, "logger.") for name in config["logger"] or {}]
 
 
-def group(config: Mapping[str, Any], name: str, above: str = "") -> Any:
+def group(config: Mapping[str, Any], name: str, above: str = "", without: tuple[str, ...] = ()) -> Any:
     """The object a config group describes; its complaints come back under the group's name."""
     values, path = config[name], above + name
     check.mapping(path, values)
+    values = {key: value for key, value in values.items() if key not in without}
     if not isinstance(values.get("_target_"), str):
         raise check.BadValue(f"{path}._target_", values.get("_target_"), "must be an import path")
     check.boolean(f"{path}._partial_", values.get("_partial_", False))

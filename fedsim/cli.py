@@ -34,7 +34,7 @@ class Command:
         import torch
 
         from fedsim import build, report
-        from fedsim.session import Request, execute
+        from fedsim.session import Request, execute, preview
 
         job = HydraConfig.get()
         folder = Path(job.runtime.output_dir)
@@ -45,6 +45,9 @@ class Command:
             build.determinism(config["deterministic"], device)
             choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
             request = Request(folder, folder.name, config, choices, list(job.overrides.task), device)
+            if config["partition"]["preview"]:
+                report.preview(folder, preview(request, lambda: build.experiment(config, device)))
+                return
             summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
         except (InputError, OmegaConfBaseException) as error:
             self.complain(str(error))
@@ -86,6 +89,7 @@ def main() -> None:
     register_resolvers(command.typed)
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
+    sys.path.append(os.getcwd())  # models and datasets of the user's own, by import path
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing them
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # nor to the log
     try:

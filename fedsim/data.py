@@ -1,7 +1,7 @@
 """Data on the device: whole datasets as tensors, indexed there client by client. No DataLoader in the round."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,18 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim import rng
+from fedsim import check, rng
 from fedsim.types import Batch
 
 PADDING = 4  # pixels around a training image before it is cropped back, as is customary for CIFAR
+PAD = 0
+"""The token that stands for nothing: in a sequence's inputs, and as the target of positions that have none."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples as stored (images as bytes) and how a batch of them becomes the model's input: x * scale + shift."""
+    """Samples as stored (images and characters as bytes) and how a batch of them becomes the model's input:
+    x * scale + shift, or the tokens themselves."""
 
     train_x: Tensor
     train_y: Tensor
+    """[N], or [N, T] for sequences with a target at every position."""
     test_x: Tensor
     test_y: Tensor
     num_classes: int
@@ -31,18 +35,81 @@ class Dataset:
     """Random crop and horizontal flip of training images."""
     classification: bool = True
     """False: the model's output is itself the loss (the quadratic), labels only say whose sample it is."""
+    tokens: bool = False
+    """Samples are sequences of token numbers."""
+    train_client: np.ndarray | None = None
+    """Whose each training sample is, as a place in `client_names`; None where the data do not say."""
+    test_client: np.ndarray | None = None
+    client_names: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
+    coarse: np.ndarray | None = None
+    """Coarse label of each class, where there is a hierarchy (CIFAR-100)."""
+    fingerprint: str = ""
+    """Equal for equal data, on any machine; empty: made from the tensors when needed."""
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.train_x.shape[1:])
+
+    @property
+    def sequence(self) -> bool:
+        """Whether every position of a sample has a target of its own."""
+        return self.train_y.ndim > 1
 
     def to(self, device: torch.device) -> "Dataset":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Model inputs from stored samples: float32, standardised."""
-        return x.to(torch.float32) * self.scale + self.shift
+        """Model inputs from stored samples: float32, standardised; or token numbers."""
+        return x.long() if self.tokens else x.to(torch.float32) * self.scale + self.shift
+
+    def population(self, positions: np.ndarray) -> "Population":
+        """The training samples at some positions, as a partition sees them."""
+        owner = None if self.train_client is None else self.train_client[positions]
+        return Population(self.train_y.cpu().numpy()[positions], owner, self.coarse)
+
+    def identity(self) -> str:
+        """The fingerprint, made from the samples where no file gave one."""
+        if self.fingerprint:
+            return self.fingerprint
+        samples = {k: v for k, v in vars(self).items() if k.startswith(("train_", "test_")) and v is not None}
+        return fingerprint({k: v.cpu().numpy() if isinstance(v, Tensor) else v for k, v in samples.items()})
+
+
+@dataclass(frozen=True)
+class Population:
+    """What a partition may go by."""
+
+    labels: np.ndarray
+    clients: np.ndarray | None = None
+    """Whose each sample is, where the data say so."""
+    coarse: np.ndarray | None = None
+    """Coarse label of each class, where there is a hierarchy."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def one_label(self) -> np.ndarray:
+        """The label of each sample, for laws that go by labels."""
+        if self.labels.ndim > 1:
+            raise check.InputError(
+                "partition: this dataset has a target at every position and no label a sample could be dealt by; "
+                "use partition=natural or partition=iid"
+            )
+        return self.labels
+
+
+def fingerprint(arrays: Mapping[str, np.ndarray]) -> str:
+    """Equal for equal content, whatever machine or file format it comes from."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        little = np.ascontiguousarray(arrays[name])
+        little = little.astype(little.dtype.newbyteorder("<"), copy=False)
+        digest.update(f"{name} {little.dtype.str} {little.shape};".encode())
+        digest.update(little.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()[:16]
 
 
 def standardization(mean: list[float], std: list[float], active: bool) -> tuple[Tensor, Tensor]:
@@ -59,6 +126,8 @@ class Split:
     indices: np.ndarray
     offsets: np.ndarray
     held: np.ndarray
+    codes: np.ndarray | None = None
+    """Which of the dataset's own clients each one is, where they are the dataset's own."""
 
     @property
     def num_clients(self) -> int:
@@ -96,6 +165,8 @@ class FederatedData:
     """G, positions of the samples that belong to no client (shared_data)."""
     portion: int = 0
     """How many samples of G each client adds to its own."""
+    partition_key: str = ""
+    """What the split was asked for: (data, law, parameters, seed)."""
 
     @property
     def num_clients(self) -> int:
@@ -124,9 +195,12 @@ class FederatedData:
         return np.concatenate([self.training(k) for k in range(self.num_clients)])
 
     def label_counts(self) -> np.ndarray:
-        """[clients, classes]: what every client trains on."""
+        """[clients, classes]: what every client trains on; for sequences, how often each token is a target."""
         labels, classes = self.dataset.train_y.cpu().numpy()[self.all_training], self.dataset.num_classes
         owner = np.repeat(np.arange(self.num_clients), self.sizes)
+        if self.dataset.sequence:
+            owner, labels = np.repeat(owner, labels.shape[1]), labels.ravel()
+            owner, labels = owner[labels != PAD], labels[labels != PAD]
         table = np.bincount(owner * classes + labels, minlength=self.num_clients * classes)
         return table.reshape(self.num_clients, classes)
 

@@ -14,8 +14,11 @@ import yaml
 
 from fedsim import check
 
-VOLATILE = ("rounds", "device", "data_dir", "overwrite", "checkpoint", "logger")
+VOLATILE = ("rounds", "device", "data_dir", "cache_dir", "overwrite", "checkpoint", "logger")
 """Keys that may change between the start of a run and its continuation: they do not decide the results."""
+
+VOLATILE_KEYS = ("dataset.data_dir", "dataset.cache_dir", "partition.preview")
+"""The same, of keys within groups. (That the data are the same is seen from their fingerprint.)"""
 
 FILES = (
     "config.yaml",
@@ -47,7 +50,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._started():  # refused before anything was computed: leave no trace
+        if not self._started() and not (self.path / "summary.json").exists():  # refused: leave no trace
             for name in ("config.yaml", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
         self._lock.release()
@@ -105,7 +108,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {old.get(key, missing)} there, {new.get(key, missing)} here"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, missing) != new.get(key, missing) and key != "dataset.data_dir"
+        if old.get(key, missing) != new.get(key, missing) and key not in VOLATILE_KEYS
     ]
 
 

@@ -18,7 +18,10 @@ PACKAGE = Path(__file__).resolve().parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """Inside the package when installed from a wheel, beside it in a checkout."""
 
-UNNAMED = r"[+~]*(rounds|schedule\.rounds|device|data_dir|overwrite|checkpoint|logger|hydra)(?=[.=@]|$)"
+UNNAMED = (
+    r"[+~]*(rounds|schedule\.rounds|device|data_dir|cache_dir|partition\.preview|overwrite|checkpoint|logger|hydra)"
+    r"(?=[.=@]|$)"
+)
 """Keys that do not name a run: the same command with another `rounds` continues it."""
 
 LONGEST_NAME = 120

@@ -1,7 +1,8 @@
 """How good the clients' own models are: the global model before and after each makes it its own.
 
-A client is judged on test samples with the label mix of its own data, drawn from the common test set: as many as its
-share of the data (20 at least). The same for every method, round and machine.
+A client that has test samples of its own in the dataset (a writer, a role) is judged on those. Otherwise on test
+samples with the label mix of its own data, drawn from the common test set: as many as its share of the data (20 at
+least). The same for every method, round and machine.
 """
 
 import numpy as np
@@ -18,11 +19,11 @@ FEWEST = 20
 
 def accuracy(work: Work, clients: int | float, batch_size: int) -> dict[str, Tensor]:
     """Over all or a sample of the clients: the mean weighted by their data, the plain mean, and the spread."""
-    if not work.task.classification:
-        return {}
+    if not work.task.classification or (work.task.sequence and not own_tests(work.data)):
+        return {}  # a sequence has no label that test samples could be drawn by
     data, rows = work.data, []
-    chosen = sample(data, clients)
     pools = test_pools(data)
+    chosen = sample(data, clients)
     for client in chosen:
         index = data.on_device(test_samples(data, client, pools))
         own = local.personal(work, client)
@@ -43,11 +44,20 @@ def accuracy(work: Work, clients: int | float, batch_size: int) -> dict[str, Ten
 
 def sample(data: FederatedData, clients: int | float) -> list[int]:
     """The clients that are looked at: the same in every round."""
-    number = max(round(clients * data.num_clients), 1) if isinstance(clients, float) else clients
-    chosen: list[int] = rng.sample(
-        rng.generator(data.seed, "personal"), data.num_clients, min(number, data.num_clients)
-    ).tolist()
+    codes, owner = data.split.codes, data.dataset.test_client
+    judged = np.arange(data.num_clients)
+    if own_tests(data):
+        judged = np.flatnonzero(np.isin(codes, owner))  # type: ignore[arg-type]
+    number = max(round(clients * len(judged)), 1) if isinstance(clients, float) else clients
+    places = rng.sample(rng.generator(data.seed, "personal"), len(judged), min(number, len(judged)))
+    chosen: list[int] = judged[places].tolist()
     return chosen
+
+
+def own_tests(data: FederatedData) -> bool:
+    """Whether clients have test samples of their own."""
+    codes, owner = data.split.codes, data.dataset.test_client
+    return codes is not None and owner is not None and bool(np.isin(codes, owner).any())
 
 
 def test_pools(data: FederatedData) -> list[np.ndarray]:
@@ -57,8 +67,10 @@ def test_pools(data: FederatedData) -> list[np.ndarray]:
 
 
 def test_samples(data: FederatedData, client: int, pools: list[np.ndarray]) -> np.ndarray:
-    """Positions in the test set, with the client's label mix; without replacement within a client."""
+    """Positions in the test set: the client's own, or with its label mix, without replacement within a client."""
     split = data.split
+    if own_tests(data):
+        return np.flatnonzero(data.dataset.test_client == split.codes[client])  # type: ignore[index]
     own = split.indices[split.offsets[client] : split.offsets[client + 1]]
     mix = np.bincount(data.dataset.train_y[data.on_device(own)].cpu().numpy(), minlength=len(pools)).astype(float)
     mix[[len(pool) == 0 for pool in pools]] = 0

@@ -49,6 +49,21 @@ def run(folder: Path, summary: Mapping[str, Any], in_sweep: bool) -> None:
     console.print(f"files: {_shown(folder)}  (metrics.csv, curves.png, partition.png, summary.json)", soft_wrap=True)
 
 
+def preview(folder: Path, summary: Mapping[str, Any]) -> None:
+    """A partition in numbers, and where its picture is."""
+    console, numbers = _console(), summary["partition"]
+    table = Table(title=f"{summary['name']}: {numbers['clients']:,} clients", title_justify="left")
+    for title in ("", "mean", "min", "q25", "median", "q75", "max"):
+        table.add_column(title, justify="right" if title else "left")
+    shown = {"size": ("training samples", 1), "classes_per_client": ("classes", 1), "emd": ("EMD", 3)}
+    for key, (title, digits) in shown.items():
+        values = (numbers[key][q] for q in ("mean", "min", "q25", "median", "q75", "max"))
+        table.add_row(title, *(f"{value:,.{digits}f}".removesuffix(".0") for value in values))
+    console.print(table)
+    console.print(f"Gini of the sizes {numbers['size_gini']:.3f}, fingerprint {numbers['fingerprint']}")
+    console.print(f"files: {_shown(folder)}  (partition.png, clients.csv, summary.json)", soft_wrap=True)
+
+
 def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
     """Several runs beside each other; the same as comparison.csv and comparison.png in the folder above them."""
     above = Path(os.path.commonpath([folder.parent for folder in summaries]))

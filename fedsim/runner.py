@@ -311,11 +311,12 @@ def fetch(
     for name, e in evaluations.items():
         tensors[f"{name}/loss"] = e.loss_sum / e.count
         if e.correct is not None:
-            tensors[f"{name}/accuracy"] = e.correct
+            # Whole numbers are divided as such; a count that lies on the device is not waited for.
+            tensors[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
     flat = torch.cat([t.reshape(-1).to(torch.float32) for t in (*tensors.values(), *table.values())]).tolist()
     row: Row = dict(zip(tensors, flat, strict=False))
     for name, e in evaluations.items():
-        if e.correct is not None:
+        if e.correct is not None and isinstance(e.count, int):
             row[f"{name}/accuracy"] /= e.count
     rest, count = flat[len(tensors) :], len(next(iter(table.values())))
     return row, {name: rest[i * count : (i + 1) * count] for i, name in enumerate(table)}

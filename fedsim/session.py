@@ -15,11 +15,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fedsim import checkpoint, plots
+from fedsim import check, checkpoint, plots
+from fedsim.data import PAD, FederatedData
 from fedsim.folder import RunFolder, accuracies, time_to_accuracy, versions
 from fedsim.logger.base import Logger, RunInfo
 from fedsim.logger.console import Console
 from fedsim.logger.csv import Csv
+from fedsim.partition.statistics import statistics
 from fedsim.runner import Experiment, LayerRows, Row, RunState, diverged, initial_state, run
 from fedsim.shared_data import earth_movers_distance
 
@@ -47,7 +49,71 @@ def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence
         if status == "diverged" or (status == "finished" and rounds >= request.config["rounds"]):
             return before | {"note": f"{status} earlier, after {rounds} rounds; overwrite=true runs it again"}
         with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable():
-            return Session(request, folder, build(), loggers).play()
+            exp = build()
+            same_data(request.folder, before, exp.data)
+            return Session(request, folder, exp, loggers).play()
+
+
+def preview(request: Request, build: Callable[[], Experiment]) -> Summary:
+    """Who would hold what, without training. What a run has already written there stays as it is."""
+    with RunFolder(request.folder) as folder:
+        folder.claim(request.config, overwrite=False)
+        before, exp = folder.summary(), build()
+        numbers = describe_partition(folder, exp.data, request.choices["partition"])
+        summary = {
+            "status": "preview",
+            "rounds": 0,
+            "name": request.name,
+            "seed": exp.seed,
+            "choices": dict(request.choices),
+            "overrides": list(request.overrides),
+            "partition": numbers,
+            "versions": versions(),
+        }
+        if not before or before.get("status") == "preview":
+            folder.write_summary(summary)
+        return summary
+
+
+def same_data(folder: Path, before: Summary, data: FederatedData) -> None:
+    """A run goes on with the data it began with, whatever the files at data_dir are by now."""
+    old, new = before.get("partition", {}), provenance(data)
+    if before.get("rounds") and (changed := [key for key in new if key in old and old[key] != new[key]]):
+        raise check.InputError(
+            f"{folder} was begun with other data: {', '.join(f'{k} {old[k]} there, {new[k]} here' for k in changed)}; "
+            "give the old data_dir, or overwrite=true"
+        )
+
+
+def provenance(data: FederatedData) -> dict[str, str]:
+    """Which data, split by which law, with which result: two runs with the same three have the same clients."""
+    return {
+        "data": data.dataset.fingerprint,
+        "key": data.partition_key,
+        "fingerprint": data.split.fingerprint(),
+    }
+
+
+def describe_partition(folder: RunFolder, data: FederatedData, law: str) -> dict[str, Any]:
+    """Who holds what, as a table, as a picture and in numbers."""
+    table, dataset = data.label_counts(), data.dataset
+    labels = dataset.train_y.cpu().numpy()
+    population = np.bincount(labels[labels != PAD] if dataset.sequence else labels, minlength=dataset.num_classes)
+    distances = earth_movers_distance(table, population)
+    clients: dict[str, Any] = {"client": np.arange(data.num_clients)}
+    if data.split.codes is not None:
+        clients["name"] = np.array(dataset.client_names)[data.split.codes]
+    clients |= {
+        "samples": data.split.sizes,
+        "sensitivity_samples": data.split.held,
+        "shared_samples": data.portion,
+        "classes": (table > 0).sum(1),
+        "emd": distances.round(6),
+    }
+    pd.DataFrame(clients).to_csv(folder / "clients.csv", index=False)
+    title = f"{law}, {data.num_clients:,} clients ({data.split.fingerprint()})"
+    plots.partition(folder / "partition.png", table, data.sizes, distances, title, dataset.class_names)
+    return provenance(data) | statistics(table, data.sizes, distances)
 
 
 class Session:
@@ -78,7 +144,7 @@ class Session:
         """From here on the folder is this run's, and whatever happens it is left complete."""
         status = "failed"
         try:
-            self._draw_partition()
+            self.partition = describe_partition(self.folder, self.exp.data, self.request.choices["partition"])
             self._write_summary("running")
             run(self.exp, self.state, self._after_round)
             status = "finished" if self._complete() else "diverged"
@@ -111,24 +177,6 @@ class Session:
         request = self.request
         return RunInfo(request.folder, request.name, self.id, request.config, self.exp.rounds, self.state.round)
 
-    def _draw_partition(self) -> None:
-        """Who holds what, as a table and as a picture."""
-        data, split = self.exp.data, self.exp.data.split
-        table = data.label_counts()
-        population = np.bincount(data.dataset.train_y.cpu().numpy(), minlength=data.dataset.num_classes)
-        self.distances = earth_movers_distance(table, population)
-        clients = {
-            "client": np.arange(data.num_clients),
-            "samples": split.sizes,
-            "sensitivity_samples": split.held,
-            "shared_samples": data.portion,
-            "classes": (table > 0).sum(1),
-            "emd": self.distances.round(6),
-        }
-        pd.DataFrame(clients).to_csv(self.folder / "clients.csv", index=False)
-        title = f"{self.request.choices['partition']}, {split.num_clients} clients ({split.fingerprint()})"
-        plots.partition(self.folder / "partition.png", table, self.distances, title)
-
     def _finish(self, status: str) -> Summary:
         with ignoring_signals():
             plots.curves(self.folder / "curves.png", self.folder.metrics(), self.request.name)
@@ -146,9 +194,8 @@ class Session:
             "id": self.id,
             "choices": dict(request.choices),
             "overrides": list(request.overrides),
-            "partition_fingerprint": exp.data.split.fingerprint(),
-            "clients": exp.data.num_clients,
-            "emd_mean": round(float(self.distances.mean()), 6),
+            "partition_fingerprint": self.partition["fingerprint"],
+            "partition": self.partition,
             "parameters": sum(p.numel() for p in self.state.model.params.values()),
             "comm_bytes": int(metrics[["comm/down_bytes", "comm/up_bytes"]].to_numpy().sum()),
             "device": str(request.device),

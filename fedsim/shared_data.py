@@ -32,18 +32,22 @@ class SharedData:
 
     def draw(self, labels: np.ndarray, seed: int) -> np.ndarray:
         """Positions of G."""
+        if not self.beta:
+            return np.empty(0, np.int64)
+        if labels.ndim > 1:
+            raise check.BadValue("beta", self.beta, "must be 0: sequences have no label that G could be balanced by")
         size = round(self.beta / (1 + self.beta) * len(labels))
         classes = np.unique(labels)
-        if self.beta and size < len(classes):
+        if size < len(classes):
             raise check.BadValue("beta", self.beta, f"leaves less than one sample for each of {len(classes)} classes")
         generator, drawn = rng.generator(seed, "global set"), []
-        for place, label in enumerate(classes if size else []):
+        for place, label in enumerate(classes):
             members = np.flatnonzero(labels == label)
             wanted = size // len(classes) + (place < size % len(classes))
             if wanted > len(members):
                 raise check.BadValue("beta", self.beta, f"class {label} has only {len(members)} samples")
             drawn.append(generator.permutation(members)[:wanted])
-        return np.sort(np.concatenate(drawn)) if drawn else np.empty(0, np.int64)
+        return np.sort(np.concatenate(drawn))
 
 
 def earth_movers_distance(counts: np.ndarray, population: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.data import ClientData, Dataset
+from fedsim.data import PAD, ClientData, Dataset
 from fedsim.layers import Layers
 from fedsim.types import Batch, Model, Tree
 
@@ -21,7 +21,8 @@ class Evaluation:
 
     loss_sum: Tensor
     correct: Tensor | None
-    count: int
+    count: int | Tensor
+    """Samples, or targets where a sample has many."""
 
 
 class Task:
@@ -34,7 +35,7 @@ class Task:
         names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
         self._shares_weights = len(names) > len(self.layers.names)
         self._mode: Mode | None = None
-        self.classification = dataset.classification
+        self.classification, self.sequence = dataset.classification, dataset.sequence
 
     def initial_model(self) -> Model:
         return Model(
@@ -52,38 +53,57 @@ class Task:
                 if mode == "batch_statistics" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.train()
             self._mode = mode
-        return functional_call(  # type: ignore[no-any-return]
-            self.module, (params, buffers), (x,), tie_weights=self._shares_weights
-        )
+        outputs: Tensor = functional_call(self.module, (params, buffers), (x,), tie_weights=self._shares_weights)
+        # A sequence model is read at its last position where a sample has a single label.
+        return outputs[:, -1] if outputs.ndim == 3 and self.classification and not self.sequence else outputs
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """One loss for each sample."""
+        """One loss for each sample, or for each position of a sequence; 0 where that has no target."""
+        if self.sequence:
+            return nn.functional.cross_entropy(outputs.movedim(-1, 1), y, ignore_index=PAD, reduction="none")
         if self.classification:
             return nn.functional.cross_entropy(outputs, y, reduction="none")
         return outputs.flatten(1).sum(1)
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The mean over a batch's samples, or over all targets of its sequences."""
+        losses = self.losses(outputs, y)
+        return losses.sum() / self.count(y) if self.sequence else losses.mean()
+
+    def count(self, y: Tensor) -> int | Tensor:
+        """What a sum of losses is to be divided by."""
+        return (y != PAD).sum() if self.sequence else len(y)
 
     def gradient(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """(gradient, value) of the mean loss over a batch."""
         x, y = batch
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        loss = self.losses(self.outputs(leaves, buffers, x, "train"), y).mean()
+        loss = self.loss(self.outputs(leaves, buffers, x, "train"), y)
         return _gradients(loss, leaves), loss.detach()
 
     def full_gradient(self, model: Model, batches: Iterable[Batch]) -> Tree:
         """Gradient of the mean loss over all of the batches at one place; the model is left as it was."""
-        total, seen = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
+        total: Tree = {n: torch.zeros_like(p) for n, p in model.params.items()}
+        seen: int | Tensor = 0
         for batch in batches:
             grads, _ = self.gradient(model.params, {n: b.clone() for n, b in model.buffers.items()}, batch)
+            count = self.count(batch[1])
             for name, t in total.items():
-                t.add_(grads[name], alpha=len(batch[1]))
-            seen += len(batch[1])
+                if isinstance(count, int):
+                    t.add_(grads[name], alpha=count)
+                else:  # on the device, where it stays
+                    t.addcmul_(grads[name], count)
+            seen = seen + count
         return {n: t / seen for n, t in total.items()}
 
     @torch.no_grad()
     def mean_loss(self, model: Model, data: ClientData) -> Tensor:
         """Over all of a client's samples, as the model would predict them."""
-        total = sum(self.losses(self.outputs(model.params, model.buffers, x, "eval"), y).sum() for x, y in data.all())
-        return torch.as_tensor(total) / len(data)
+        total, seen = torch.zeros(()), torch.zeros(())
+        for x, y in data.all():
+            total = total + self.losses(self.outputs(model.params, model.buffers, x, "eval"), y).sum()
+            seen = seen + self.count(y)
+        return total / seen
 
     def output_norm_gradient(self, model: Model, x: Tensor, mode: Mode) -> Tree:
         """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was."""
@@ -102,16 +122,20 @@ class Task:
         batch_size: int,
         index: Tensor | None = None,
     ) -> Evaluation:
-        """Loss and accuracy of a model over (x, y), or over the samples at `index` of them."""
-        count = len(y) if index is None else len(index)
+        """Loss and accuracy of a model over (x, y), or over the samples at `index` of them; of sequences, over the
+        positions that have a target."""
+        samples = len(y) if index is None else len(index)
+        count: int | Tensor = 0
         loss_sum = torch.zeros((), device=y.device)
         correct = torch.zeros((), device=y.device) if self.classification else None
-        for start in range(0, count, batch_size):
+        for start in range(0, samples, batch_size):
             part = slice(start, start + batch_size) if index is None else index[start : start + batch_size]
-            outputs = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), "eval")
-            loss_sum += self.losses(outputs, y[part]).sum()
+            outputs, target = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), "eval"), y[part]
+            loss_sum += self.losses(outputs, target).sum()
             if correct is not None:
-                correct += (outputs.argmax(1) == y[part]).sum()
+                right = outputs.argmax(-1) == target
+                correct += (right & (target != PAD) if self.sequence else right).sum()
+            count = count + self.count(target)
         return Evaluation(loss_sum, correct, count)
 
 

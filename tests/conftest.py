@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from fedsim.runner import Experiment, Row, RunState, assign, initial_state, run
 from fedsim.types import Turn, Work
 
 torch.set_num_threads(1)
+cache = tempfile.TemporaryDirectory(prefix="fedsim-tests-")  # a worker's own; removed when it ends
+os.environ["FEDSIM_CACHE"] = cache.name
 
 
 def config(*overrides: str) -> dict[str, Any]:

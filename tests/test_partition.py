@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsim.check import BadValue
-from fedsim.data import Split
+from fedsim.data import Population, Split
 from fedsim.partition.base import Partition, apportion
 from fedsim.partition.classes import Classes
 from fedsim.partition.dirichlet import Dirichlet, dirichlet
@@ -50,7 +50,7 @@ ALL = {
 @pytest.mark.parametrize("law", ALL)
 @pytest.mark.parametrize(("sigma", "power"), [(0, 0), (0.8, 0), (5.0, 0), (0, 1.2), (0, 8.0)])
 def test_every_sample_goes_to_exactly_one_client(law: str, sigma: float, power: float) -> None:
-    split = ALL[law](**common(40, sigma, power))(MNIST_LABELS, seed=3)
+    split = ALL[law](**common(40, sigma, power))(Population(MNIST_LABELS), seed=3)
     assert np.array_equal(np.sort(everything(split)), np.arange(len(MNIST_LABELS)))
     assert split.sizes.min() >= 1
 
@@ -69,9 +69,9 @@ def test_dirichlet_partitions_any_legal_input(labels, clients, alpha, sigma, fra
     partition = Dirichlet(**common(clients, sigma, fraction=fraction), alpha=alpha)
     if clients > len(y):
         with pytest.raises(BadValue, match="num_clients"):
-            partition(y, seed)
+            partition(Population(y), seed)
         return
-    split = partition(y, seed)
+    split = partition(Population(y), seed)
     assert np.array_equal(np.sort(everything(split)), np.arange(len(y)))
     assert split.sizes.min() >= 1
 
@@ -91,9 +91,9 @@ def test_classes_gives_exactly_n_or_says_why_not(labels, clients, n, power, seed
     partition = Classes(**common(clients, power=power), classes_per_client=n)
     if not n <= len(supply) <= clients * n <= np.minimum(supply, clients).sum():
         with pytest.raises(BadValue):
-            partition(y, seed)
+            partition(Population(y), seed)
         return
-    split = partition(y, seed)
+    split = partition(Population(y), seed)
     assert np.array_equal(np.sort(everything(split)), np.arange(len(y)))
     assert {len(s) for s in label_sets(split, y)} == {n}
 
@@ -101,7 +101,7 @@ def test_classes_gives_exactly_n_or_says_why_not(labels, clients, n, power, seed
 def test_the_same_seed_gives_the_same_split_on_any_machine() -> None:
     """Fingerprints written down once. A change here is a change of everybody's results."""
     found = {
-        law: ALL[law](**common(20, sigma=0.5))(BALANCED, seed=7).fingerprint()
+        law: ALL[law](**common(20, sigma=0.5))(Population(BALANCED), seed=7).fingerprint()
         for law in ("iid", "dirichlet", "classes", "one class, 99 %")
     }
     assert found == {
@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_split_on_any_machine() -> None:
 
 
 def test_seeds_differ() -> None:
-    assert len({ALL["dirichlet"](**common(20))(BALANCED, seed).fingerprint() for seed in range(5)}) == 5
+    assert len({ALL["dirichlet"](**common(20))(Population(BALANCED), seed).fingerprint() for seed in range(5)}) == 5
 
 
 def test_dirichlet_moments() -> None:
@@ -137,7 +137,7 @@ def test_label_counts_follow_the_dirichlet_multinomial(alpha: float) -> None:
     """A client's count of a class has variance n p (1 - p) (n + C alpha) / (1 + C alpha): the Dirichlet-multinomial.
     (Drawing without replacement from a finite set bends this a little; 50 of 20,000 a client keeps that small.)"""
     labels = np.repeat(np.arange(10), 2000)
-    counts = label_counts(Dirichlet(**common(400), alpha=alpha)(labels, seed=1), labels)
+    counts = label_counts(Dirichlet(**common(400), alpha=alpha)(Population(labels), seed=1), labels)
     n, a = 50, 10 * alpha
     expected = n * 0.1 * 0.9 * (n + a) / (1 + a)
     assert counts.sum(1).tolist() == [n] * 400
@@ -146,7 +146,7 @@ def test_label_counts_follow_the_dirichlet_multinomial(alpha: float) -> None:
 
 def test_lognormal_sizes_have_the_stated_spread() -> None:
     for sigma in (0.3, 1.0):
-        split = Iid(**common(2000, sigma=sigma, fraction=0))(np.zeros(2_000_000, dtype=int), seed=0)
+        split = Iid(**common(2000, sigma=sigma, fraction=0))(Population(np.zeros(2_000_000, dtype=int)), seed=0)
         log_sizes = np.log(split.sizes)
         assert log_sizes.std() == pytest.approx(sigma, rel=0.05)
         skewness = (((log_sizes - log_sizes.mean()) / log_sizes.std()) ** 3).mean()
@@ -154,7 +154,7 @@ def test_lognormal_sizes_have_the_stated_spread() -> None:
 
 
 def test_power_law_sizes() -> None:
-    split = Iid(**common(100, power=1.0, fraction=0))(np.zeros(100_000, dtype=int), seed=0)
+    split = Iid(**common(100, power=1.0, fraction=0))(Population(np.zeros(100_000, dtype=int)), seed=0)
     sizes = np.sort(split.sizes)[::-1]
     harmonic = (1 / np.arange(1, 101)).sum()
     assert np.allclose(sizes, 100_000 / harmonic / np.arange(1, 101), atol=1)
@@ -162,12 +162,12 @@ def test_power_law_sizes() -> None:
 
 def test_balanced_sizes_differ_by_one_at_most() -> None:
     for law in ("iid", "dirichlet"):
-        sizes = np.diff(ALL[law](**common(7))(np.zeros(100, dtype=int), seed=0).offsets)
+        sizes = np.diff(ALL[law](**common(7))(Population(np.zeros(100, dtype=int)), seed=0).offsets)
         assert sorted(set(sizes.tolist())) == [14, 15]
 
 
 def test_classes_is_balanced_to_the_sample_where_it_can_be() -> None:
-    split = Classes(**common(100), classes_per_client=2)(MNIST_LABELS, seed=0)
+    split = Classes(**common(100), classes_per_client=2)(Population(MNIST_LABELS), seed=0)
     sizes = np.diff(split.offsets)
     assert sizes.min() >= 598
     assert sizes.max() <= 602
@@ -177,40 +177,40 @@ def test_classes_is_balanced_to_the_sample_where_it_can_be() -> None:
 
 
 def test_classes_with_power_law_sizes_approaches_them() -> None:
-    split = Classes(**common(100, power=1.0), classes_per_client=2)(MNIST_LABELS, seed=0)
+    split = Classes(**common(100, power=1.0), classes_per_client=2)(Population(MNIST_LABELS), seed=0)
     sizes = np.sort(np.diff(split.offsets))
     wanted = np.sort(apportion(60_000, np.arange(1, 101.0) ** -1.0))
     assert np.allclose(sizes, wanted, rtol=0.02, atol=3)
 
 
 def test_full_non_iid_and_99_percent() -> None:
-    split = OneClass(**common(10), non_iid=1.0)(BALANCED, seed=0)
+    split = OneClass(**common(10), non_iid=1.0)(Population(BALANCED), seed=0)
     assert label_counts(split, BALANCED).tolist() == (200 * np.eye(10, dtype=int)).tolist()
-    counts = label_counts(OneClass(**common(10), non_iid=0.95)(BALANCED, seed=0), BALANCED)
+    counts = label_counts(OneClass(**common(10), non_iid=0.95)(Population(BALANCED), seed=0), BALANCED)
     assert counts.sum(1).tolist() == [200] * 10, "ten of each class are pooled, ten of the pool come back to everyone"
     assert (np.diag(counts) >= 190).all()
     assert counts.sum() - np.trace(counts) > 70, "the pooled share is spread over all clients"
 
 
 def test_one_class_with_unequal_sizes() -> None:
-    counts = label_counts(OneClass(**common(20, sigma=1.0), non_iid=1.0)(BALANCED, seed=0), BALANCED)
+    counts = label_counts(OneClass(**common(20, sigma=1.0), non_iid=1.0)(Population(BALANCED), seed=0), BALANCED)
     assert (np.count_nonzero(counts, axis=1) == 1).all()
     assert counts.sum(1).std() > 30
 
 
 def test_b_k_is_a_tenth_and_at_least_one_where_there_are_two() -> None:
-    split = Iid(**common(4, fraction=0.1))(np.zeros(400, dtype=int), seed=0)
+    split = Iid(**common(4, fraction=0.1))(Population(np.zeros(400, dtype=int)), seed=0)
     assert split.held.tolist() == [10] * 4
-    tiny = Iid(**common(50, fraction=0.1))(np.zeros(75, dtype=int), seed=0)
+    tiny = Iid(**common(50, fraction=0.1))(Population(np.zeros(75, dtype=int)), seed=0)
     counts = np.diff(tiny.offsets)
     assert set(zip(counts.tolist(), tiny.held.tolist(), strict=True)) == {(1, 0), (2, 1)}
-    assert Iid(**common(4, fraction=0.9))(np.zeros(8, dtype=int), seed=0).held.tolist() == [1] * 4
-    assert Iid(**common(4, fraction=0.0))(np.zeros(8, dtype=int), seed=0).held.tolist() == [0] * 4
+    assert Iid(**common(4, fraction=0.9))(Population(np.zeros(8, dtype=int)), seed=0).held.tolist() == [1] * 4
+    assert Iid(**common(4, fraction=0.0))(Population(np.zeros(8, dtype=int)), seed=0).held.tolist() == [0] * 4
 
 
 def test_b_k_is_a_random_part_of_the_client() -> None:
     """Not, say, its first class: over clients, B_k's labels are distributed as D_k's."""
-    split = OneClass(**common(10), non_iid=0.5)(MNIST_LABELS, seed=0)
+    split = OneClass(**common(10), non_iid=0.5)(Population(MNIST_LABELS), seed=0)
     held = np.concatenate([split.sensitivity(k) for k in range(10)])
     expected = np.bincount(MNIST_LABELS) / 10
     assert np.allclose(np.bincount(MNIST_LABELS[held]), expected, rtol=0.15)
@@ -233,7 +233,7 @@ def test_b_k_is_a_random_part_of_the_client() -> None:
 )
 def test_what_cannot_be_split_is_said_so(partition: Partition, message: str) -> None:
     with pytest.raises(BadValue, match=message):
-        partition(BALANCED, seed=0)
+        partition(Population(BALANCED), seed=0)
 
 
 @pytest.mark.parametrize(

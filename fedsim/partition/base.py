@@ -1,4 +1,4 @@
-"""What every partition has: a number of clients, how unequal their sizes are, and the subset B_k each sets aside."""
+"""What every partition has: a number of clients, and the subset B_k each sets aside; and sizes, where they are free."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,40 +7,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim import check, rng
-from fedsim.data import Split
+from fedsim.data import Population, Split
 
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """Sizes are equal unless sigma or power says otherwise: log-normal with that sigma, or the k-th largest client
-    proportional to k^-power."""
+    """Who holds which sample: a law of its own in each file beside this one."""
 
-    num_clients: int
-    sigma: float
-    power: float
+    num_clients: int | None
     sensitivity_fraction: float
 
     def __post_init__(self) -> None:
         check.integer("num_clients", self.num_clients, ge=1)
-        check.number("sigma", self.sigma, ge=0)
-        check.number("power", self.power, ge=0)
         check.number("sensitivity_fraction", self.sensitivity_fraction, ge=0, lt=1)
-        if self.sigma and self.power:
-            raise check.BadValue("power", self.power, f"must be 0 where sigma={self.sigma}: sizes follow one law")
 
-    def __call__(self, labels: np.ndarray, seed: int) -> Split:
-        """Give every sample to exactly one client, then set each client's B_k aside: for every method alike."""
-        if self.num_clients > len(labels):
+    def __call__(self, population: Population, seed: int) -> Split:
+        """Give every sample to at most one client, then set each client's B_k aside: for every method alike."""
+        if self.num_clients is not None and self.num_clients > len(population):
             raise check.BadValue(
                 "num_clients",
                 self.num_clients,
-                f"must be at most the number of training samples, {len(labels)}",
+                f"must be at most the number of training samples, {len(population)}",
             )
         generator = rng.generator(seed, "partition")
-        owner = self.assign(labels, generator)
-        shuffled = generator.permutation(len(labels))
+        owner = self.assign(population, generator)
+        shuffled = generator.permutation(len(population))
+        shuffled = shuffled[owner[shuffled] >= 0]
         indices = shuffled[np.argsort(owner[shuffled], kind="stable")]
-        counts = np.bincount(owner, minlength=self.num_clients)
+        counts = np.bincount(owner[owner >= 0], minlength=self.num_clients or 0)
         held = np.zeros_like(counts)
         if self.sensitivity_fraction:
             # At least one sample where the client has two or more, and never all of them.
@@ -56,8 +50,25 @@ class Partition(ABC):
         return Split(indices, np.concatenate([[0], np.cumsum(counts)]), held)
 
     @abstractmethod
-    def assign(self, labels: np.ndarray, generator: rng.Rng) -> np.ndarray:
-        """The client of every sample."""
+    def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
+        """The client of every sample; -1 for one that nobody gets."""
+
+
+@dataclass(frozen=True)
+class Sized(Partition):
+    """A law in which sizes are free: equal, unless sigma or power says otherwise: log-normal with that sigma, or the
+    k-th largest client proportional to k^-power."""
+
+    num_clients: int
+    sigma: float
+    power: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.number("sigma", self.sigma, ge=0)
+        check.number("power", self.power, ge=0)
+        if self.sigma and self.power:
+            raise check.BadValue("power", self.power, f"must be 0 where sigma={self.sigma}: sizes follow one law")
 
     def relative_sizes(self, generator: rng.Rng) -> np.ndarray:
         """How large each client should be, up to a factor."""

@@ -12,20 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim import check, rng
-from fedsim.partition.base import Partition, apportion, deal
+from fedsim.data import Population
+from fedsim.partition.base import Sized, apportion, deal
 
 FITTING_PASSES = 200
 
 
 @dataclass(frozen=True)
-class Classes(Partition):
+class Classes(Sized):
     classes_per_client: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.integer("classes_per_client", self.classes_per_client, ge=1)
 
-    def assign(self, labels: np.ndarray, generator: rng.Rng) -> np.ndarray:
+    def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
+        labels = population.one_label
         supply = np.bincount(labels)
         n, present = self.classes_per_client, int((supply > 0).sum())
         if n > present:

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim import check, rng
-from fedsim.partition.base import Partition, apportion, deal
+from fedsim.data import Population
+from fedsim.partition.base import Sized, apportion, deal
 
 
 @dataclass(frozen=True)
-class Dirichlet(Partition):
+class Dirichlet(Sized):
     alpha: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.number("alpha", self.alpha, gt=0)
 
-    def assign(self, labels: np.ndarray, generator: rng.Rng) -> np.ndarray:
+    def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
+        labels = population.one_label
         sizes = apportion(len(labels), self.relative_sizes(generator))
         supply = np.bincount(labels)
         mixes = dirichlet(self.alpha, (self.num_clients, len(supply)), generator)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim import rng
-from fedsim.partition.base import Partition, apportion
+from fedsim.data import Population
+from fedsim.partition.base import Sized, apportion
 
 
 @dataclass(frozen=True)
-class Iid(Partition):
-    def assign(self, labels: np.ndarray, generator: rng.Rng) -> np.ndarray:
-        sizes = apportion(len(labels), self.relative_sizes(generator))
+class Iid(Sized):
+    def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
+        sizes = apportion(len(population), self.relative_sizes(generator))
         return generator.permutation(np.repeat(np.arange(self.num_clients), sizes))

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedsim import check, rng
-from fedsim.partition.base import Partition, apportion, deal
+from fedsim.data import Population
+from fedsim.partition.base import Sized, apportion, deal
 
 
 @dataclass(frozen=True)
-class OneClass(Partition):
+class OneClass(Sized):
     non_iid: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.number("non_iid", self.non_iid, gt=0, le=1)
 
-    def assign(self, labels: np.ndarray, generator: rng.Rng) -> np.ndarray:
+    def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
+        labels = population.one_label
         supply = np.bincount(labels)
         classes, clients = len(supply), np.arange(self.num_clients)
         if self.num_clients < classes:
