@@ -1,19 +1,12 @@
-"""Networks by their published shapes; datasets from files of the official formats, whole, damaged and missing."""
+"""Networks by their published shapes, and the datasets that need no files."""
 
-import hashlib
-import pickle
-import struct
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from conftest import config, environment, experiment
+from conftest import config, experiment
 from hydra.utils import instantiate
 from torch import nn
 
 from fedsim.check import InputError
-from fedsim.dataset import images
 from fedsim.dataset.mnist5k import mnist5k
 from fedsim.dataset.synthetic import mixture
 
@@ -180,137 +173,3 @@ def test_mixture_of_any_size() -> None:
     assert torch.allclose(centres.norm(dim=1), torch.full((4,), 10.0), atol=0.3)
     within = torch.cat([data.train_x[data.train_y == c] - centres[c] for c in range(4)])
     assert within.std().item() == pytest.approx(1.0, abs=0.05)
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
-
-
-def md5(path: Path) -> str:
-    return hashlib.md5(path.read_bytes()).hexdigest()
-
-
-@pytest.fixture
-def tiny_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four small files of MNIST's format, whose checksums are taken for the official ones."""
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    r = np.random.default_rng(0)
-    for prefix, n in (("train", 12), ("t10k", 5)):
-        write_idx(raw / f"{prefix}-images-idx3-ubyte", r.integers(0, 256, (n, 28, 28)))
-        write_idx(raw / f"{prefix}-labels-idx1-ubyte", np.arange(n) % 10)
-    monkeypatch.setattr(images, "MNIST_MD5", {name: md5(raw / name) for name in images.MNIST_MD5})
-    return tmp_path
-
-
-def test_mnist_from_files(tiny_mnist: Path) -> None:
-    data = images.mnist(str(tiny_mnist), standardize=False, augment=False)
-    first = np.random.default_rng(0).integers(0, 256, (12, 28, 28))[0]
-    assert np.array_equal(data.train_x[0, 0].numpy(), first)
-    assert data.train_y.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert data.test_x.shape == (5, 1, 28, 28)
-
-
-def test_standardisation_constants() -> None:
-    """Mean and deviation of the training images, as commonly published."""
-    for mean, std, known in (
-        ([0.1307], [0.3081], experiment("dataset=mnist5k").data.dataset),
-        ([0.1307], [0.3081], images._images(*[torch.zeros(1)] * 4, *images.MNIST_STATISTICS, True, False)),
-        ([0.2860], [0.3530], images._images(*[torch.zeros(1)] * 4, *images.FASHION_MNIST_STATISTICS, True, False)),
-        (
-            [0.4914, 0.4822, 0.4465],
-            [0.2470, 0.2435, 0.2616],
-            images._images(*[torch.zeros(1)] * 4, *images.CIFAR10_STATISTICS, True, False),
-        ),
-    ):
-        assert (known.scale.flatten() * 255 * torch.tensor(std)).tolist() == pytest.approx([1.0] * len(std))
-        assert (-known.shift.flatten() * torch.tensor(std)).tolist() == pytest.approx(mean)
-
-
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_damaged_files_are_never_trained_on(tiny_mnist: Path, damage: str) -> None:
-    file = tiny_mnist / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    content = bytearray(file.read_bytes())
-    content[50] ^= 1
-    file.write_bytes({"truncate": bytes(content[:-100]), "flip": bytes(content), "empty": b""}[damage])
-    with pytest.raises(InputError, match="train-images-idx3-ubyte is damaged or another file"):
-        images.mnist(str(tiny_mnist), standardize=True, augment=False)
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in environment().items():
-        monkeypatch.setenv(key, value)
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_missing_files_without_network_are_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError) as error:
-        getattr(images, name)(str(tmp_path), standardize=True, augment=False)
-    assert f"dataset={name}" in str(error.value)
-    assert "data_dir=FOLDER" in str(error.value)
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.usefixtures("offline")
-def test_one_missing_file_is_noticed(tiny_mnist: Path) -> None:
-    (tiny_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(InputError, match="not found"):
-        images.mnist(str(tiny_mnist), standardize=True, augment=False)
-
-
-def test_cifar10_binary_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A label byte, then the red, green and blue planes."""
-    folder = tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    r = np.random.default_rng(1)
-    planes = {name: r.integers(0, 256, (4, 3, 32, 32), dtype=np.uint8) for name in images.CIFAR10_BINARY_MD5}
-    for i, (name, x) in enumerate(planes.items()):
-        labels = np.full((4, 1), i, dtype=np.uint8)
-        (folder / name).write_bytes(np.hstack([labels, x.reshape(4, -1)]).tobytes())
-    monkeypatch.setattr(images, "CIFAR10_BINARY_MD5", {name: md5(folder / name) for name in planes})
-    data = images.cifar10(str(tmp_path), standardize=True, augment=True)
-    assert data.train_x.shape == (20, 3, 32, 32)
-    assert np.array_equal(data.train_x[4:8].numpy(), planes["data_batch_2.bin"])
-    assert data.train_y.tolist() == sorted([0, 1, 2, 3, 4] * 4)
-    assert data.test_y.tolist() == [5] * 4
-    assert data.augment
-
-
-def test_cifar10_python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through torchvision: the same images as the binary version would give, channels first, rows down."""
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    r = np.random.default_rng(2)
-    planes = {}
-    for i, name in enumerate([*(f"data_batch_{j}" for j in range(1, 6)), "test_batch"]):
-        planes[name] = r.integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
-        entry = {"data": planes[name].reshape(4, -1), "labels": [i] * 4}
-        (folder / name).write_bytes(pickle.dumps(entry))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(c) for c in range(10)]}))
-    source = images.datasets.CIFAR10
-    monkeypatch.setattr(
-        source, "train_list", [[f"data_batch_{j}", md5(folder / f"data_batch_{j}")] for j in range(1, 6)]
-    )
-    monkeypatch.setattr(source, "test_list", [["test_batch", md5(folder / "test_batch")]])
-    monkeypatch.setattr(source, "meta", source.meta | {"md5": md5(folder / "batches.meta")})
-    data = images.cifar10(str(tmp_path), standardize=True, augment=False)
-    assert np.array_equal(data.train_x[4:8].numpy(), planes["data_batch_2"])
-    assert np.array_equal(data.test_x.numpy(), planes["test_batch"])
-    assert data.train_y.tolist() == sorted([0, 1, 2, 3, 4] * 4)
-
-
-def test_an_unchecked_pickle_is_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A python-version folder with wrong checksums is refused (it would be fetched again), not unpickled."""
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]:
-        (folder / name).write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
-    for key, value in environment().items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="dataset=cifar10"):
-        images.cifar10(str(tmp_path), standardize=True, augment=False)
-    assert not (tmp_path / "owned").exists()

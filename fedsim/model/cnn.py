@@ -72,3 +72,45 @@ class CnnEmnist(nn.Sequential):
             nn.Dropout(0.5 if dropout else 0.0),
             nn.Linear(128, num_classes),
         )
+
+
+class CnnPfl(nn.Sequential):
+    """The network of pfl-research's speed benchmark on CIFAR-10: conv3 32, conv3 64, pool, dropout 1/4, 12544-128,
+    dropout 1/2, 128-10; Xavier initialisation, biases zero."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        channels, h, w = needs_images("cnn_pfl", input_shape, 6)
+        super().__init__(
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.25),
+            nn.Flatten(),
+            nn.Linear(64 * ((h - 4) // 2) * ((w - 4) // 2), 128),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(128, num_classes),
+        )
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+
+class Vgg9(nn.Sequential):
+    """FedMA's VGG-9 (Wang et al. 2020, Table 5): conv3 32, 64, pool, 128, 128, pool, 256, 256, pool, then
+    4096-512-512-10 (32 x 32 images), without batch norm or dropout."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+        channels, h, w = needs_images("vgg9", input_shape, 8)
+        layers: list[nn.Module] = []
+        for widths in ((32, 64), (128, 128), (256, 256)):
+            for width in widths:
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        layers += [nn.Flatten(), nn.Linear(256 * (h // 8) * (w // 8), 512), nn.ReLU()]
+        layers += [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, num_classes)]
+        super().__init__(*layers)

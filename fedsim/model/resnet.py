@@ -1,5 +1,5 @@
-"""ResNet-20 for 32 x 32 images. He et al., CVPR 2016, Sec. 4.2: 3 stages of 3 blocks, 16-32-64 channels, shortcuts
-without parameters (option A: every second pixel, new channels zero)."""
+"""ResNet-20 for 32 x 32 images (He et al., CVPR 2016, Sec. 4.2: 3 stages of 3 blocks, 16-32-64 channels, shortcuts
+without parameters: option A, every second pixel, new channels zero), and ResNet-18 with group norm."""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,3 +55,21 @@ class ResNet20(nn.Module):
         x = self.blocks(self.norm(self.conv(x)).relu())
         logits: Tensor = self.linear(x.mean((2, 3)))
         return logits
+
+
+def resnet18_gn(groups: int, stem: str, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """torchvision's ResNet-18 with group norm for batch norm (Reddi et al. 2021, on CIFAR-100)."""
+    from torchvision.models import resnet18  # here, since it takes longer to import than torch
+
+    check.integer("groups", groups, ge=1)
+    check.choice("stem", stem, ("cifar", "imagenet"))
+    if 64 % groups:
+        raise check.BadValue("groups", groups, "must divide the narrowest stage's 64 channels: 1, 2, 4 ... 64")
+    channels, _, _ = needs_images("resnet18_gn", input_shape, 8)
+    network = resnet18(num_classes=num_classes, norm_layer=partial(nn.GroupNorm, groups))
+    size, stride, padding = (3, 1, 1) if stem == "cifar" else (7, 2, 3)
+    network.conv1 = nn.Conv2d(channels, 64, size, stride, padding, bias=False)
+    nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")  # as its other convolutions
+    if stem == "cifar":
+        network.maxpool = nn.Identity()
+    return network  # type: ignore[no-any-return]
