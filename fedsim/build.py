@@ -142,6 +142,10 @@ def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> n
     architecture = group(config, "model")
     with prefixed("model"):
         module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+    if frozen := [n for n, p in module.named_parameters() if not p.requires_grad]:
+        raise check.InputError(f"model: {frozen[0]} is frozen (requires_grad=False); every parameter is trained here")
+    if next(module.parameters(), None) is None:
+        raise check.InputError(f"model: {type(module).__name__} has no parameters to train")
     if not dataset.classification:
         return module
     name, few = type(module).__name__, min(2, len(dataset.test_y))
@@ -150,9 +154,9 @@ def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> n
         start, x = task.initial_model(), dataset.inputs(dataset.test_x[:few])
         with torch.no_grad():
             found = task.outputs(start.params, start.buffers, x, "eval").shape
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except Exception as error:  # anyone's code: whatever it raises is told in one line
         kind, shape = "tokens" if dataset.tokens else "samples", "x".join(map(str, dataset.input_shape))
-        reason = shorten(str(error), 120, placeholder=" ...")
+        reason = shorten(f"{type(error).__name__}: {error}", 140, placeholder=" ...")
         raise check.InputError(
             f"model: {name} cannot take this dataset's {kind} of shape {shape} ({reason})"
         ) from error

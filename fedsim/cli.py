@@ -57,6 +57,14 @@ class Command:
         except OSError as error:
             self.complain(f"{folder}: {error.strerror or error}; what was computed is kept, the same command goes on")
             return
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            self.complain(
+                "client.batch_size: batch norm cannot train on a batch of one sample (a client's last one may be); "
+                "use another batch size or a model with group norm"
+            )
+            return
         except (MemoryError, RuntimeError) as error:
             # torch's own class for a GPU, NumPy's for arrays, a plain RuntimeError for a tensor on the CPU
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -89,7 +97,6 @@ def main() -> None:
     register_resolvers(command.typed)
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
-    sys.path.append(os.getcwd())  # models and datasets of the user's own, by import path
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing them
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # nor to the log
     try:

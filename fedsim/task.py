@@ -36,6 +36,7 @@ class Task:
         self._shares_weights = len(names) > len(self.layers.names)
         self._mode: Mode | None = None
         self.classification, self.sequence = dataset.classification, dataset.sequence
+        self._read_last = dataset.tokens and not dataset.sequence
 
     def initial_model(self) -> Model:
         return Model(
@@ -55,7 +56,7 @@ class Task:
             self._mode = mode
         outputs: Tensor = functional_call(self.module, (params, buffers), (x,), tie_weights=self._shares_weights)
         # A sequence model is read at its last position where a sample has a single label.
-        return outputs[:, -1] if outputs.ndim == 3 and self.classification and not self.sequence else outputs
+        return outputs[:, -1] if self._read_last and outputs.ndim == 3 else outputs
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """One loss for each sample, or for each position of a sequence; 0 where that has no target."""

@@ -1,5 +1,5 @@
-"""partition.preview, the partition's numbers and fingerprints in every run, and runs that go on with the data they began
-with: the real command, on data of a user's own."""
+"""partition.preview, the partition's numbers and fingerprints in every run, and runs that go on only with the data they
+began with: the real command, on data of a user's own."""
 
 import json
 import subprocess

@@ -1,16 +1,14 @@
 """Decoded data: each dataset is read from its own format once, and memory-mapped from then on.
 
-A decoded copy is a folder of .npy files whose name is a hash of the source files' content, the decoder's code and its
+A decoded copy is a folder of .npy files whose name is a hash of the source files' content, the decoders' code and the
 parameters. So another version of a file never meets an old copy, processes that use the same data share the pages of
 one copy, and starting again costs no decoding. A copy appears under its name complete or not at all.
 """
 
 import hashlib
-import inspect
 import json
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,9 +28,6 @@ Arrays = dict[str, np.ndarray]
 """What a decoder gives: train_x, train_y, test_x, test_y; where there are any train_client, test_client, client_names,
 class_names, coarse (coarse label of each class), mean and std."""
 
-FORMAT = 1
-"""Goes up when a decoded copy means something else than before."""
-
 
 @dataclass(frozen=True)
 class Decoded:
@@ -48,8 +43,8 @@ def decoded(
     """What `decode` makes of the files, from the cache if it was ever made."""
     cache = Path(cache_dir).expanduser()
     source = content(name, files, cache)
-    code = inspect.getsource(sys.modules[decode.__module__])
-    asked = json.dumps([FORMAT, name, source, code, parameters], sort_keys=True)
+    code = sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(__file__).parent.glob("*.py"))
+    asked = json.dumps([name, source, code, parameters], sort_keys=True)
     folder = cache / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
     if (found := read(folder)) is not None:
         return found
@@ -85,8 +80,7 @@ def content(name: str, files: Sequence[Path], cache: Path) -> str:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError as error:
         raise check.InputError(f"dataset={name}: {error.filename}: {error.strerror}") from error
-    with writing(note.parent), whole(note) as temporary:
-        temporary.write_text(digest.hexdigest(), encoding="ascii")
+    write(note, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
@@ -187,21 +181,15 @@ def save(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write(path: Path, arrays: Mapping[str, Any]) -> None:
-    """An .npz file, whole or not at all."""
-    with writing(path.parent), whole(path) as temporary, temporary.open("wb") as stream:
-        np.savez(stream, **arrays)
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A temporary path that takes the final name when all is written, and goes away otherwise."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write(path: Path, content: bytes) -> None:
+    """A file, whole or not at all."""
+    with writing(path.parent):
+        temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class CnnEmnist(nn.Sequential):
 
 class CnnPfl(nn.Sequential):
     """The network of pfl-research's speed benchmark on CIFAR-10: conv3 32, conv3 64, pool, dropout 1/4, 12544-128,
-    dropout 1/2, 128-10; Xavier initialisation, biases zero."""
+    dropout 1/2, 128-10; weights Xavier's uniform."""
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
         channels, h, w = needs_images("cnn_pfl", input_shape, 6)
@@ -96,7 +96,6 @@ class CnnPfl(nn.Sequential):
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
 
 class Vgg9(nn.Sequential):

@@ -34,6 +34,11 @@ class Pachinko(Sized):
                 "partition=pachinko: this dataset has no coarse labels; dataset=cifar100 has, partition=dirichlet "
                 "needs none"
             )
+        if len(coarse) <= labels.max():
+            raise check.InputError(
+                f"partition=pachinko: {len(coarse)} classes have coarse labels, but there is a label {labels.max()}"
+            )
+        coarse = np.unique(coarse, return_inverse=True)[1]  # numbered without gaps
         sizes = apportion(len(labels), self.relative_sizes(generator))
         # Drawn for all clients at once, in blocks of one fine mix a coarse label.
         roots = dirichlet(self.alpha, (self.num_clients, int(coarse.max()) + 1), generator)
