@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from fedsim import __version__
 from fedsim.check import InputError
@@ -50,7 +50,8 @@ class Command:
                 return
             summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
         except (InputError, OmegaConfBaseException) as error:
-            self.complain(str(error))
+            missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
+            self.complain(f"{missing} is missing; type {missing}=VALUE" if missing else str(error))
             if not any(folder.iterdir()):
                 folder.rmdir()  # Hydra made it; nothing was computed
             return
