@@ -63,6 +63,8 @@ def partition(
     histogram.set_title(f"sizes: {sizes.min():,} to {sizes.max():,}, median {np.median(sizes):,.0f}")
     distance.hist(distances, bins=np.linspace(0, 2, 41), color="tab:orange", edgecolor="white", linewidth=0.5)
     distance.set(xlabel="EMD", ylabel="clients", title=f"from the population: {distances.mean():.2f} on average")
+    for axes in (histogram, distance):
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=120)
 
 

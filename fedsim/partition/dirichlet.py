@@ -45,22 +45,27 @@ def dirichlet(alpha: float, shape: tuple[int, int], generator: rng.Rng) -> np.nd
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
+def choose(mix: np.ndarray, rows: np.ndarray, generator: rng.Rng) -> np.ndarray:
+    """For each entry of `rows` a column, drawn with the weights in that row of `mix`."""
+    edges = np.cumsum(mix, axis=1)
+    edges /= edges[:, -1:]
+    # One search serves all rows: row k of the cumulative weights is shifted to (k, k + 1].
+    asked = rows + generator.random_sample(len(rows)) * (1 - 1e-9)
+    found = np.searchsorted((edges + np.arange(len(mix))[:, None]).ravel(), asked, side="right")
+    return np.asarray(found - rows * mix.shape[1])
+
+
 def draw_labels(places: np.ndarray, mixes: np.ndarray, supply: np.ndarray, generator: rng.Rng) -> np.ndarray:
     """A label for every place, so that label c is drawn exactly supply[c] times."""
     label = np.full(len(places), -1)
     left = supply.copy()
-    clients, classes = mixes.shape
+    classes = mixes.shape[1]
     open_places = np.arange(len(places))
     while len(open_places):
         mix = np.where(left > 0, mixes, 0.0)
         # A client whose whole mix is exhausted takes what there is.
         mix = np.where(mix.sum(axis=1, keepdims=True) > 0, mix, left.astype(np.float64))
-        edges = np.cumsum(mix, axis=1)
-        edges /= edges[:, -1:]
-        # One search serves all clients: row k of the cumulative mixes is shifted to (k, k + 1].
-        asked = places[open_places] + generator.random_sample(len(open_places)) * (1 - 1e-9)
-        found = np.searchsorted((edges + np.arange(clients)[:, None]).ravel(), asked, side="right")
-        wish = found - places[open_places] * classes
+        wish = choose(mix, places[open_places], generator)
         # First come, first served: open places stand in random order.
         order = np.argsort(wish, kind="stable")
         starts = np.searchsorted(wish[order], np.arange(classes))

@@ -14,7 +14,10 @@ import numpy as np
 from fedsim import check, rng
 from fedsim.data import Population
 from fedsim.partition.base import Sized, apportion, deal
-from fedsim.partition.dirichlet import dirichlet
+from fedsim.partition.dirichlet import choose, dirichlet
+
+TOGETHER = 4096
+"""Clients that draw at once."""
 
 
 @dataclass(frozen=True)
@@ -40,48 +43,87 @@ class Pachinko(Sized):
             )
         coarse = np.unique(coarse, return_inverse=True)[1]  # numbered without gaps
         sizes = apportion(len(labels), self.relative_sizes(generator))
-        # Drawn for all clients at once, in blocks of one fine mix a coarse label.
-        roots = dirichlet(self.alpha, (self.num_clients, int(coarse.max()) + 1), generator)
-        below = [np.flatnonzero(coarse == c) for c in range(roots.shape[1])]
+        below = [np.flatnonzero(coarse == c) for c in range(coarse.max() + 1)]
+        roots = dirichlet(self.alpha, (self.num_clients, len(below)), generator)
         leaves = [dirichlet(self.beta, (self.num_clients, len(fine)), generator) for fine in below]
-        left = np.bincount(labels, minlength=len(coarse))
-        taken = np.zeros((self.num_clients, len(coarse)), dtype=np.int64)
-        for client, size in enumerate(sizes):
-            fill(taken[client], int(size), roots[client], [mix[client] for mix in leaves], below, left, generator)
+        taken = allot(sizes, roots, leaves, below, np.bincount(labels, minlength=len(coarse)), generator)
         owners = [np.repeat(np.arange(self.num_clients), taken[:, label]) for label in range(len(coarse))]
         return deal(labels, owners, generator)
 
 
-def fill(
+def allot(
+    sizes: np.ndarray,
+    roots: np.ndarray,
+    leaves: list[np.ndarray],
+    below: list[np.ndarray],
+    supply: np.ndarray,
+    generator: rng.Rng,
+) -> np.ndarray:
+    """[clients, fine labels]: how many samples of each label a client gets.
+
+    Many clients draw together, and those count whose draws find nothing exhausted before them: up to the first client
+    that uses a label up, or asks for more than is left of it. The clients behind it draw anew, from what is left.
+    """
+    left, taken, done = supply.copy(), np.zeros((len(sizes), len(supply)), dtype=np.int64), 0
+    while done < len(sizes):
+        now = slice(done, done + TOGETHER)
+        mix = renormalised(roots[now], [leaf[now] for leaf in leaves], below, left)
+        rows = np.repeat(np.arange(len(mix)), sizes[now])
+        asked = np.bincount(rows * mix.shape[1] + choose(mix, rows, generator), minlength=mix.size).reshape(mix.shape)
+        total = asked.cumsum(0)
+        changes = ((total >= left) & (left > 0)).any(1)
+        last = int(np.argmax(changes)) if changes.any() else len(asked)  # the client with whom things change
+        taken[done : done + last] = asked[:last]
+        left -= asked[:last].sum(0)
+        done += last
+        if last < len(asked):
+            settle(asked[last], taken[done], roots[done], [leaf[done] for leaf in leaves], below, left, generator)
+            done += 1
+    return taken
+
+
+def settle(
+    asked: np.ndarray,
     taken: np.ndarray,
-    size: int,
     root: np.ndarray,
     leaves: list[np.ndarray],
     below: list[np.ndarray],
     left: np.ndarray,
     generator: rng.Rng,
 ) -> None:
-    """Draw one client's places, counting them in `taken` and out of `left`.
+    """Give one client what it asked for as far as there is any; the places that are refused ask again: under the same
+    coarse label as long as that has anything, anew when it has not. Refusing what is exhausted and asking again is
+    drawing from the renormalised mix, so this is the law of one place after another."""
 
-    Places are drawn together and those that ask for more than is left ask again: of an exhausted fine label under the
-    same coarse label, of an exhausted coarse label anew. Refusing what is exhausted and asking again is drawing from
-    the renormalised mix, so this is the law of one place after another.
-    """
-    while size:
+    def serve(fine: np.ndarray, counts: np.ndarray) -> int:
+        served = np.minimum(counts, left[fine])
+        left[fine] -= served
+        taken[fine] += served
+        return int(counts.sum() - served.sum())
+
+    refused = [serve(fine, asked[fine]) for fine in below]
+    while True:
+        for c, fine in enumerate(below):
+            while refused[c] and left[fine].any():
+                refused[c] = serve(fine, generator.multinomial(refused[c], available(leaves[c][None], left[fine])[0]))
+        if not sum(refused):
+            return
         supply = np.array([left[fine].sum() for fine in below])
-        for c, wanted in enumerate(generator.multinomial(size, available(root, supply))):
-            fine = below[c]
-            while wanted and left[fine].any():
-                served = np.minimum(generator.multinomial(wanted, available(leaves[c], left[fine])), left[fine])
-                left[fine] -= served
-                taken[fine] += served
-                wanted -= served.sum()
-                size -= int(served.sum())
+        refused = generator.multinomial(sum(refused), available(root[None], supply)[0]).tolist()
 
 
-def available(mix: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """A mix without what is exhausted; where nothing of it is left, what there is."""
-    open_ = np.where(left > 0, mix, 0.0)
-    if not open_.sum() > 0:
-        open_ = left.astype(np.float64)
-    return np.asarray(open_ / open_.sum())
+def renormalised(roots: np.ndarray, leaves: list[np.ndarray], below: list[np.ndarray], left: np.ndarray) -> np.ndarray:
+    """[clients, fine labels]: the probability of each label, of what is left at both levels."""
+    coarse = available(roots, np.array([left[fine].sum() for fine in below]))
+    mix = np.zeros((len(roots), len(left)))
+    for c, fine in enumerate(below):
+        if left[fine].any():
+            mix[:, fine] = coarse[:, c : c + 1] * available(leaves[c], left[fine])
+    return mix
+
+
+def available(mixes: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """Mixes without what is exhausted; where nothing of one is left, what there is."""
+    open_ = np.where(left > 0, mixes, 0.0)
+    open_ = np.where(open_.sum(1, keepdims=True) > 0, open_, left.astype(np.float64))
+    return np.asarray(open_ / open_.sum(1, keepdims=True))
