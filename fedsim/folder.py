@@ -17,7 +17,7 @@ from fedsim import check
 VOLATILE = ("rounds", "device", "data_dir", "cache_dir", "overwrite", "checkpoint", "logger")
 """Keys that may change between the start of a run and its continuation: they do not decide the results."""
 
-VOLATILE_KEYS = ("dataset.data_dir", "dataset.cache_dir", "partition.preview")
+VOLATILE_KEYS = ("dataset.data_dir", "dataset.cache_dir", "partition.preview", "engine.workers")
 """The same, of keys within groups. (That the data are the same is seen from their fingerprint.)"""
 
 FILES = (

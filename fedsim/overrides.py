@@ -19,8 +19,8 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 """Inside the package when installed from a wheel, beside it in a checkout."""
 
 UNNAMED = (
-    r"[+~]*(rounds|schedule\.rounds|device|data_dir|cache_dir|partition\.preview|overwrite|checkpoint|logger|hydra)"
-    r"(?=[.=@]|$)"
+    r"[+~]*(rounds|schedule\.rounds|device|data_dir|cache_dir|partition\.preview|engine\.workers|overwrite|checkpoint|"
+    r"logger|hydra)(?=[.=@]|$)"
 )
 """Keys that do not name a run: the same command with another `rounds` continues it."""
 

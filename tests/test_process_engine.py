@@ -1,0 +1,146 @@
+"""engine=process: the sequential engine's bits, whatever the method; and workers that fail, die or are left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import environment, experiment, metrics, play, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import CLIENTS, NEEDS, tensors
+
+from fedsim.engine.process import pack, unpack
+from fedsim.types import Model
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+METHODS: list[tuple[str, ...]] = [
+    *((f"client={client}", "client_optimizer.persist_state=true") for client in CLIENTS),
+    ("aggregator=fednnnn", "client_optimizer=adam"),
+    ("aggregator=pfnm", "aggregator.sigma2=0.001", "model=mlp", "model.hidden=[8]"),
+    ("participation=async", "aggregator=fedasync"),
+    ("privacy=masked", "client=scaffold"),
+    ("privacy=gaussian",),
+    ("participation.dropout=0.4", "participation.stragglers=0.5"),
+    ("dataset=mnist5k", "model=cnn_emnist", "partition.num_clients=200", "rounds=1"),
+    ("dataset=mnist5k", "model=resnet20", "partition.num_clients=200", "rounds=2"),
+]
+
+
+@pytest.mark.parametrize("methods", METHODS, ids=" ".join)
+def test_the_sequential_engines_bits(methods: tuple[str, ...]) -> None:
+    keys = [o for m in methods for o in (m, *NEEDS.get(m, ()))]
+    if not any(o.startswith("rounds=") for o in keys):
+        keys.append("rounds=3")
+    make = experiment if "dataset=mnist5k" in keys else small
+    (one, rows), (other, same) = (play(make(*keys, engine)) for engine in ("engine=sequential", "engine=process"))
+    assert [{k: v for k, v in row.items() if k != "time/round_s"} for row in rows] == [
+        {k: v for k, v in row.items() if k != "time/round_s"} for row in same
+    ]
+    found = tensors(other)
+    for name, t in tensors(one).items():
+        assert torch.equal(t, found[name]), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=5),
+    kind=st.sampled_from([torch.float32, torch.int64, torch.uint8, torch.bool, torch.float64]),
+    value=st.integers(0, 1),
+)
+def test_parcels_hold_what_was_packed(shapes: list[list[int]], kind: torch.dtype, value: int) -> None:
+    tree = {str(i): torch.full(shape, value).to(kind) for i, shape in enumerate(shapes)}
+    content = {"model": Model(tree, {"b": torch.arange(3)}), "states": {"own": tree}, "lr": 0.1, "none": None}
+    found = unpack(pack(content))
+    assert (found["lr"], found["none"]) == (0.1, None)
+    for name, t in tree.items():
+        for other in (found["model"].params[name], found["states"]["own"][name]):
+            assert torch.equal(t, other)
+            assert (t.dtype, t.shape) == (other.dtype, other.shape)
+
+
+def test_workers_end_with_the_experiment() -> None:
+    exp = small("engine=process", "engine.workers=2")
+    play(exp)
+    pool = exp.engine._pools[0]  # type: ignore[attr-defined]
+    workers = [psutil.Process(p.pid) for p in pool._processes]
+    assert all(w.is_running() for w in workers)
+    exp.engine._pools.clear()  # type: ignore[attr-defined]
+    del pool
+    assert not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape[0], num_classes)
+    def forward(self, x):
+        if self.training:
+            {what}
+        return super().forward(x)
+"""
+
+
+def own(folder: Path, what: str) -> list[str]:
+    (folder / "mine.py").write_text(MODEL.format(what=what))
+    return [
+        "dataset=synthetic",
+        "model=custom",
+        "model.load=mine.Net",
+        "engine=process",
+        "engine.workers=2",
+        "rounds=3",
+    ]
+
+
+def test_a_workers_exception_is_the_commands(fedsim: Command, tmp_path: Path) -> None:
+    result = fedsim(*own(tmp_path, "raise MemoryError"))
+    assert result.returncode == 2
+    assert "out of memory" in result.stderr
+
+
+def test_a_worker_that_dies_is_one_line(fedsim: Command, tmp_path: Path) -> None:
+    result = fedsim(*own(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+    assert result.returncode == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("fedsim: error: engine=process: a worker ended with -9")
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_is_left_behind_and_the_run_goes_on(tmp_path: Path, number: signal.Signals, fedsim: Command) -> None:
+    keys = ["dataset=synthetic", "engine=process", "engine.workers=2", "checkpoint.every=1"]
+    command = [sys.executable, "-m", "fedsim", *keys, "rounds=100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    folder = tmp_path / "outputs" / "dataset=synthetic,engine=process"
+    until = time.time() + 100
+    while not (folder / "checkpoint.pt").exists() and time.time() < until:
+        time.sleep(0.2)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: the workers get it too
+    else:
+        process.send_signal(number)
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
+    rounds = int(metrics(folder)["round"].iloc[-1])
+    result = fedsim(*keys, f"rounds={rounds + 2}", "engine.workers=3")  # how many does not matter
+    assert result.returncode == 0, result.stderr
+    assert fedsim("dataset=synthetic", f"rounds={rounds + 2}").returncode == 0
+    assert metrics(folder).equals(metrics(tmp_path / "outputs" / "dataset=synthetic"))
