@@ -1,9 +1,9 @@
-# make demo | test | lint | types | check | clean. The environment is made once, in .venv (VENV=... for another place).
+# make demo | test | lint | types | check | bench | clean. The environment is made once, in .venv (VENV=... for another place).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test lint types check bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/fedsim experiment=quickstart
@@ -19,6 +19,9 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 check: lint types test
+
+bench: $(VENV)/installed
+	$(BIN)/python scripts/benchmark.py
 
 # pip cannot say "nothing changed" quickly, a time stamp can.
 $(VENV)/installed: pyproject.toml
