@@ -24,7 +24,6 @@ from fedsim.partition import cache
 from fedsim.partition.base import Partition
 from fedsim.privacy.channel import Privacy
 from fedsim.runner import Evaluate, Experiment
-from fedsim.shared_data import SharedData
 from fedsim.task import Task
 from fedsim.types import Aggregator, Client, Participation
 
@@ -73,7 +72,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
-    partition, participation = group(config, "partition", without=(PREVIEW,)), group(config, "participation")
+    partition, participation = law(config), group(config, "participation")
     privacy, shared = group(config, "privacy"), group(config, "shared_data")
     evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **config["eval"]}}, "eval")
     assert isinstance(evaluate, Evaluate)
@@ -88,7 +87,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         client.check(client_optimizer)
     compatible(privacy, client, aggregator, participation)
 
-    data = federated_data(config, where, partition, shared)
+    data = federated_data(config, where)
     enough(participation, data.num_clients, privacy)
     module = model(config, data.dataset, where)
     if privacy.clip is not None and next(module.buffers(), None) is not None:
@@ -119,10 +118,14 @@ def enough(participation: Participation, num_clients: int, privacy: Privacy) -> 
         raise check.BadValue("participation.clients_per_round", count, "must be 2 or more: masks hide no sum of one")
 
 
-def federated_data(
-    config: Mapping[str, Any], where: torch.device, partition: Partition, shared: SharedData
-) -> FederatedData:
+def law(config: Mapping[str, Any]) -> Partition:
+    partition: Partition = group(config, "partition", without=(PREVIEW,))
+    return partition
+
+
+def federated_data(config: Mapping[str, Any], where: torch.device) -> FederatedData:
     """The dataset on its device, and who holds what of it."""
+    partition, shared = law(config), group(config, "shared_data")
     dataset, seed = group(config, "dataset"), config["seed"]
     dataset = replace(dataset, fingerprint=dataset.identity())
     everything = np.arange(len(dataset.train_y))
@@ -149,18 +152,21 @@ def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> n
     if not dataset.classification:
         return module
     name, few = type(module).__name__, min(2, len(dataset.test_y))
+    expected = (few, *dataset.test_y.shape[1:], dataset.num_classes)
     try:
         task = Task(module, dataset)
         start, x = task.initial_model(), dataset.inputs(dataset.test_x[:few])
         with torch.no_grad():
             found = task.outputs(start.params, start.buffers, x, "eval").shape
+        if tuple(found) == expected:
+            copies = {n: b.clone() for n, b in start.buffers.items()}
+            task.gradient(start.params, copies, (x, dataset.test_y[:few]))
     except Exception as error:  # anyone's code: whatever it raises is told in one line
         kind, shape = "tokens" if dataset.tokens else "samples", "x".join(map(str, dataset.input_shape))
         reason = shorten(f"{type(error).__name__}: {error}", 140, placeholder=" ...")
         raise check.InputError(
             f"model: {name} cannot take this dataset's {kind} of shape {shape} ({reason})"
         ) from error
-    expected = (few, *dataset.test_y.shape[1:], dataset.num_classes)
     if tuple(found) != expected:
         said = ["x".join(map(str, shape)) for shape in (found, expected)]
         raise check.InputError(f"model: {name} gives {said[0]} for {few} samples, this dataset needs {said[1]}")
@@ -198,7 +204,11 @@ def check_root(config: Mapping[str, Any]) -> None:
     for section in ("eval", "checkpoint"):
         check.mapping(section, config[section])
     check.boolean("overwrite", config["overwrite"])
-    check.text("cache_dir", config["cache_dir"])
+    check.mapping("dataset", config["dataset"])
+    for section, values in (("", config), ("dataset.", config["dataset"])):
+        for key in ("data_dir", "cache_dir"):
+            if key in values:
+                check.text(section + key, values[key])
     check.mapping("partition", config["partition"])
     check.boolean("partition.preview", config["partition"].get(PREVIEW))
     check.boolean("deterministic", config["deterministic"])

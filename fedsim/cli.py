@@ -46,7 +46,7 @@ class Command:
             choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
             request = Request(folder, folder.name, config, choices, list(job.overrides.task), device)
             if config["partition"]["preview"]:
-                report.preview(folder, preview(request, lambda: build.experiment(config, device)))
+                report.preview(folder, preview(request, lambda: build.federated_data(config, device)))
                 return
             summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
         except (InputError, OmegaConfBaseException) as error:

@@ -25,7 +25,7 @@ def imported(load: str) -> Callable[..., Any]:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise check.BadValue("load", load, f"there is no module {error.name} in {here}, nor installed") from error
         raise check.BadValue("load", load, f"{module} needs a module that is not installed, {error.name}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise check.BadValue("load", load, f"{module} cannot be imported ({said(error)})") from error
     if found is None or not callable(found):
         raise check.BadValue("load", load, f"must be a function or a class, and {module} has none called {name}")
@@ -39,9 +39,9 @@ def blaming(where: str) -> Iterator[None]:
         yield
     except check.InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise check.InputError(f"{where} failed ({said(error)})") from error
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

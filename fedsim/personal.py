@@ -61,7 +61,9 @@ def own_tests(data: FederatedData) -> bool:
 
 
 def test_pools(data: FederatedData) -> list[np.ndarray]:
-    """Positions of every class in the test set."""
+    """Positions of every class in the test set; none are needed where clients have test samples of their own."""
+    if own_tests(data):
+        return []
     labels = data.dataset.test_y.cpu().numpy()
     return [np.flatnonzero(labels == c) for c in range(data.dataset.num_classes)]
 
@@ -69,7 +71,7 @@ def test_pools(data: FederatedData) -> list[np.ndarray]:
 def test_samples(data: FederatedData, client: int, pools: list[np.ndarray]) -> np.ndarray:
     """Positions in the test set: the client's own, or with its label mix, without replacement within a client."""
     split = data.split
-    if own_tests(data):
+    if not pools:
         return np.flatnonzero(data.dataset.test_client == split.codes[client])  # type: ignore[index]
     own = split.indices[split.offsets[client] : split.offsets[client + 1]]
     mix = np.bincount(data.dataset.train_y[data.on_device(own)].cpu().numpy(), minlength=len(pools)).astype(float)

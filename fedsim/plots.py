@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
 
 COLUMNS = 600
 """Columns of the heat map at most: more clients than pixels would show a random few of them."""
@@ -30,7 +30,7 @@ def partition(
         shares = np.stack([part.mean(0) for part in np.array_split(shares, COLUMNS)])
 
     figure = Figure(figsize=(14, 4.2 if classes <= 40 else 6.5), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     mix, histogram, distance = figure.subplots(1, 3, width_ratios=[3, 2, 2])
     image = mix.imshow(
         shares.T,
@@ -45,7 +45,12 @@ def partition(
     mix.set_title("share of each class in a client's data")
     if classes <= 100 and (names or classes <= 20):
         shown = range(0, classes, 1 + classes // 70)
-        mix.set_yticks(shown, [str(names[c]) if names else str(c) for c in shown], fontsize=9 if classes <= 20 else 5)
+        mix.set_yticks(
+            shown,
+            [str(names[c]) if names else str(c) for c in shown],
+            fontsize=9 if classes <= 20 else 5,
+            parse_math=False,
+        )
     if few:
         mix.set_xticks(range(clients))
         middle = shares.max() / 2  # of the colours
@@ -57,7 +62,10 @@ def partition(
     bins = np.geomspace(sizes.min(), sizes.max() + 1, 31) if skewed else _bins(sizes)
     histogram.hist(sizes, bins=bins, color="tab:blue", edgecolor="white", linewidth=0.5)
     histogram.set(xlabel="training samples", ylabel="clients", xscale="log" if skewed else "linear")
-    if not skewed:
+    if skewed:
+        histogram.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        histogram.xaxis.set_minor_formatter(NullFormatter())
+    else:
         histogram.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         histogram.ticklabel_format(axis="x", useOffset=False)
     histogram.set_title(f"sizes: {sizes.min():,} to {sizes.max():,}, median {np.median(sizes):,.0f}")
@@ -79,7 +87,7 @@ def _bins(counts: np.ndarray) -> np.ndarray:
 def curves(path: Path, metrics: pd.DataFrame, title: str) -> None:
     """One run over its rounds."""
     figure = Figure(figsize=(11, 7), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     (accuracy, loss), (norms, last) = figure.subplots(2, 2)
     shown = ["test/accuracy", "train/accuracy", "sent/accuracy", "personal/accuracy_before", "personal/accuracy_after"]
     _lines(accuracy, metrics, shown, "accuracy")

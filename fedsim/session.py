@@ -47,24 +47,26 @@ def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence
         before = folder.summary()
         status, rounds = before.get("status"), before.get("rounds", 0)
         if status == "diverged" or (status == "finished" and rounds >= request.config["rounds"]):
-            return before | {"note": f"{status} earlier, after {rounds} rounds; overwrite=true runs it again"}
+            note = f"{status} earlier, after {rounds} rounds (data not looked at again); overwrite=true runs it again"
+            return before | {"note": note}
         with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable():
             exp = build()
             same_data(request.folder, before, exp.data)
             return Session(request, folder, exp, loggers).play()
 
 
-def preview(request: Request, build: Callable[[], Experiment]) -> Summary:
+def preview(request: Request, build: Callable[[], FederatedData]) -> Summary:
     """Who would hold what, without training. What a run has already written there stays as it is."""
     with RunFolder(request.folder) as folder:
         folder.claim(request.config, overwrite=False)
-        before, exp = folder.summary(), build()
-        numbers = describe_partition(folder, exp.data, request.choices["partition"])
+        before, data = folder.summary(), build()
+        same_data(request.folder, before, data)
+        numbers = describe_partition(folder, data, request.choices["partition"])
         summary = {
             "status": "preview",
             "rounds": 0,
             "name": request.name,
-            "seed": exp.seed,
+            "seed": data.seed,
             "choices": dict(request.choices),
             "overrides": list(request.overrides),
             "partition": numbers,
@@ -78,7 +80,8 @@ def preview(request: Request, build: Callable[[], Experiment]) -> Summary:
 def same_data(folder: Path, before: Summary, data: FederatedData) -> None:
     """A run goes on with the data it began with, whatever the files at data_dir are by now."""
     old, new = before.get("partition", {}), provenance(data)
-    if before.get("rounds") and (changed := [key for key in new if key in old and old[key] != new[key]]):
+    changed = [key for key in ("data", "fingerprint") if key in old and old[key] != new[key]]
+    if before.get("rounds") and changed:
         raise check.InputError(
             f"{folder} was begun with other data: {', '.join(f'{k} {old[k]} there, {new[k]} here' for k in changed)}; "
             "give the old data_dir, or overwrite=true"
@@ -122,6 +125,7 @@ class Session:
     def __init__(self, request: Request, folder: RunFolder, exp: Experiment, loggers: Sequence[Logger]) -> None:
         self.request, self.folder, self.exp = request, folder, exp
         self.id = folder.summary().get("id") or uuid.uuid4().hex[:12]
+        self.partition: dict[str, Any] = dict(provenance(exp.data))  # and its numbers, when they are known
         self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
         self.checkpoint = folder / "checkpoint.pt"
         if self.checkpoint.exists():

@@ -150,18 +150,19 @@ def test_one_missing_file_is_noticed(tiny_mnist: Path) -> None:
     [
         (b"", "begins with nothing"),
         (b"PK\x03\x04rest", "begins with 504b0304"),
-        (idx_bytes(np.zeros((3, 4), np.uint8))[:-1], "shape 3x4 is truncated"),
-        (idx_bytes(np.zeros(3, np.uint8)) + b"x", "shape 3 is truncated or too long: 4 bytes"),
+        (idx_bytes(np.zeros((3, 4), np.uint8))[:-1], "file, of shape 3x4, is truncated"),
+        (idx_bytes(np.zeros((1, 3), np.uint8)) + b"x", "shape 1x3, is truncated or too long: 4 bytes"),
+        (idx_bytes(np.zeros(3, np.uint8)), "file has 1 axes, expected 2"),
     ],
 )
 def test_what_is_no_idx_file(content: bytes, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        idx.parse(content)
+        idx.parse(content, "file", 2)
 
 
 def test_idx_of_integers() -> None:
     table = np.array([[1, -2], [70000, 4]], dtype=np.int32)
-    assert idx.parse(idx_bytes(table)).tolist() == table.tolist()
+    assert idx.parse(idx_bytes(table), "file", 2).tolist() == table.tolist()
 
 
 def emnist_files(split: str, classes: int) -> dict[str, bytes]:

@@ -778,8 +778,8 @@ def test_sequences_by_client_or_at_random(law: Partition) -> None:
     [
         ("natural", {}, r"partition=natural: .*does not say whose"),
         ("pachinko", {"num_clients": 20}, r"partition=pachinko: .*no coarse labels"),
-        ("pachinko", {"alpha": 0}, r"partition\.alpha=0: must be a number > 0"),
-        ("pachinko", {"beta": -1}, r"partition\.beta=-1: must be a number > 0"),
+        ("pachinko", {"alpha": 0}, r"partition\.alpha=0: must be a number >= 1e-09"),
+        ("pachinko", {"beta": -1}, r"partition\.beta=-1: must be a number >= 1e-09"),
         ("shards", {"num_clients": 241}, r"partition\.num_clients=241: must be at most .* 240"),
         ("shards", {"shards_per_client": 3}, r"partition\.shards_per_client=3: must be at most 2\b"),
         ("shards", {"shards_per_client": 0}, r"partition\.shards_per_client=0: .* >= 1"),

@@ -86,6 +86,46 @@ def test_a_run_is_not_continued_on_other_data(fedsim: Command, tmp_path: Path) -
     assert metrics(folder).equals(rows)
 
 
+def test_a_preview_of_other_data_leaves_a_run_alone(fedsim: Command, tmp_path: Path) -> None:
+    write(tmp_path)
+    assert fedsim(*OWN).returncode == 0
+    (folder,) = (tmp_path / "outputs").iterdir()
+    before = (folder / "clients.csv").read_bytes()
+    write(tmp_path, seed=1)
+    assert fedsim(*OWN, "partition.preview=true").returncode == 2
+    assert (folder / "clients.csv").read_bytes() == before
+
+
+def test_a_preview_needs_no_model_and_no_cohort(fedsim: Command, tmp_path: Path) -> None:
+    write(tmp_path)
+    result = fedsim("dataset=npz", "dataset.path=mine.npz", "model=resnet20", "participation.clients_per_round=50",
+                    "partition.preview=true")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_run_stopped_while_its_partition_is_drawn_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsim import cli, plots
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "partition", stopped)
+    monkeypatch.setattr("sys.argv", ["fedsim", "dataset=synthetic"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
+    assert summary(tmp_path / "outputs" / "dataset=synthetic")["status"] == "interrupted"
+
+
+def test_a_cache_that_may_only_be_read_is_good_enough(fedsim: Command) -> None:
+    """Where nobody may write, not even root."""
+    result = fedsim("dataset=synthetic", "rounds=1", "cache_dir=/sys/nowhere")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("override", ["partition.preview=1", "partition.preview=null"])
 def test_preview_is_true_or_false(fedsim: Command, override: str) -> None:
     result = fedsim(override)

@@ -63,6 +63,7 @@ def fed_cifar100(
 ) -> Dataset:
     """CIFAR-100 over 500 training and 100 test clients of 100 images: as TFF publishes it, or allotted here."""
     check.choice("source", source, ("pachinko", "tff"))
+    check.integer("seed", seed, ge=0)
     check.boolean("standardize", standardize)
     check.boolean("augment", augment)
     constants = standardization(*CIFAR100_STATISTICS, standardize)

@@ -9,10 +9,10 @@ import numpy as np
 from fedsim import check, fetch, official
 from fedsim.data import Dataset, standardization
 from fedsim.dataset import store
+from fedsim.dataset.cifar import CLASSES
 from fedsim.dataset.pictures import pictures
 from fedsim.dataset.store import Arrays
 
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 STATISTICS = [0.47889522, 0.47227842, 0.43047404], [0.24205776, 0.23828046, 0.25874835]
 """Mean and standard deviation of the training images, channel by channel, as its authors give them."""
 

@@ -5,7 +5,6 @@ Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018. Both have image
 """
 
 import json
-import string
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import numpy as np
 
 from fedsim import check, fetch
 from fedsim.data import Dataset, standardization
-from fedsim.dataset import store
+from fedsim.dataset import idx, store
 from fedsim.dataset.own import statistics
 from fedsim.dataset.store import Arrays
 
-CLASSES = string.digits + string.ascii_uppercase + string.ascii_lowercase
+CLASSES = idx.CLASSES["byclass"]
 SIDE = 28
 TOLERANCE = 1e-3
 """Between a pixel and the nearest byte / 255: what rounding leaves, and a quarter of what could be mistaken."""

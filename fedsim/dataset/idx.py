@@ -3,7 +3,7 @@
 import gzip
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import numpy as np
 from fedsim import check, fetch, official
 from fedsim.data import Dataset, standardization
 from fedsim.dataset import store
+from fedsim.dataset.own import read_npz
 from fedsim.dataset.store import Arrays
 
+PARTS = ("train", "test")
 TYPES = {0x08: ">u1", 0x0C: ">i4"}
 DIGITS = "0123456789"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -62,19 +64,20 @@ def _images(
     def decode() -> Arrays:
         official.verify(name, layout, files)
         if layout == "zip":
-            return decode_emnist([unzipped(files[0], member) for member in members(split)], classes)
+            return decode_emnist({f"{files[0]}, {m}": unzipped(files[0], m) for m in members(split)}, classes)
         if split:
-            return decode_emnist([official.read(file) for file in files], classes)
-        arrays = decode_mnist([official.read(file) for file in files[:4]], classes)
+            return decode_emnist({str(file): official.read(file) for file in files}, classes)
+        arrays = decode_mnist({str(file): official.read(file) for file in files[:4]}, classes)
         return arrays | decode_writers(files[4:], arrays) if layout in ("qmnist", "npz") else arrays
 
     found = store.decoded(name, files, decode, cache_dir, split=split)
     return store.dataset(found, *standardization(*statistics, standardize), augment)
 
 
-def decode_mnist(contents: Sequence[bytes], classes: Sequence[str]) -> Arrays:
-    """Training images and labels, test images and labels."""
-    train_x, train_y, test_x, test_y = (parse(content) for content in contents)
+def decode_mnist(contents: Mapping[str, bytes], classes: Sequence[str]) -> Arrays:
+    """Training images and labels, test images and labels, by the names of their files."""
+    axes = (3, 1, 3, 1)
+    train_x, train_y, test_x, test_y = (parse(c, name, n) for (name, c), n in zip(contents.items(), axes, strict=True))
     return {
         "train_x": train_x[:, None],
         "train_y": train_y.astype(np.int64),
@@ -84,7 +87,7 @@ def decode_mnist(contents: Sequence[bytes], classes: Sequence[str]) -> Arrays:
     }
 
 
-def decode_emnist(contents: Sequence[bytes], classes: Sequence[str]) -> Arrays:
+def decode_emnist(contents: Mapping[str, bytes], classes: Sequence[str]) -> Arrays:
     """EMNIST's images lie on their side: rows and columns are exchanged."""
     arrays = decode_mnist(contents, classes)
     return arrays | {key: np.ascontiguousarray(arrays[key].swapaxes(2, 3)) for key in ("train_x", "test_x")}
@@ -109,13 +112,14 @@ def decode_writers(files: Sequence[Path], mnist: Arrays) -> Arrays:
     """Who wrote each image. QMNIST's rows are MNIST's, in their order (of its test set the first 10,000): column 0 is
     the label, column 2 the writer's number."""
     if files[0].suffix == ".npz":
-        with np.load(files[0], allow_pickle=False) as table:
-            if not {"train_writer", "test_writer"} <= set(table):
-                raise check.InputError(f"{files[0]} has no arrays train_writer and test_writer")
-            train, test = table["train_writer"], table["test_writer"]
+        named = read_npz("dataset=mnist_writers:", files[0])
+        train, test = (named.get(f"{part}_writer", np.empty(0)) for part in PARTS)
+        if train.dtype.kind not in "iu" or test.dtype.kind not in "iu" or train.ndim != 1 or test.ndim != 1:
+            raise check.InputError(f"{files[0]} must have train_writer and test_writer, whole numbers, one an image")
     else:
         tables = [
-            parse(official.read(file))[: len(mnist[f"{part}_y"])] for file, part in zip(files, PARTS, strict=True)
+            parse(official.read(file), str(file), 2)[: len(mnist[f"{part}_y"])]
+            for file, part in zip(files, PARTS, strict=True)
         ]
         for file, part, table in zip(files, PARTS, tables, strict=True):
             if not np.array_equal(table[:, 0], mnist[f"{part}_y"]):
@@ -129,19 +133,18 @@ def decode_writers(files: Sequence[Path], mnist: Arrays) -> Arrays:
     }
 
 
-PARTS = ("train", "test")
-
-
-def parse(content: bytes) -> np.ndarray:
-    """The array an idx file holds."""
+def parse(content: bytes, name: str, expected: int) -> np.ndarray:
+    """The array an idx file holds, of so many axes."""
     kind, axes = (content[2], content[3]) if len(content) > 3 else (0, 0)
     if content[:2] != b"\0\0" or kind not in TYPES:
-        raise check.InputError(f"not an idx file: it begins with {content[:4].hex() or 'nothing'}")
+        raise check.InputError(f"{name} is no idx file: it begins with {content[:4].hex() or 'nothing'}")
+    if axes != expected:
+        raise check.InputError(f"{name} has {axes} axes, expected {expected}")
     start = 4 + 4 * axes
     shape = tuple(np.frombuffer(content[4:start], ">i4").tolist())
     dtype = np.dtype(TYPES[kind])
     if len(shape) != axes or len(content) - start != dtype.itemsize * prod(shape):
         raise check.InputError(
-            f"an idx file of shape {'x'.join(map(str, shape))} is truncated or too long: {len(content) - start} bytes"
+            f"{name}, of shape {'x'.join(map(str, shape))}, is truncated or too long: {len(content) - start} bytes"
         )
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))

@@ -93,7 +93,12 @@ def check_common(test_fraction: float, standardize: bool, seed: int) -> None:
 
 def check_shape(key: str, shape: object, valid: str, axes: int | None = None) -> None:
     lengths = shape if isinstance(shape, list) else []
-    if not lengths or axes not in (None, len(lengths)) or any(type(n) is not int or n < 1 for n in lengths):
+    if (
+        not lengths
+        or axes not in (None, len(lengths))
+        or any(type(n) is not int or not 1 <= n <= 2**20 for n in lengths)
+        or len(lengths) > 8
+    ):
         raise check.BadValue(key, shape, valid)
 
 
@@ -340,6 +345,9 @@ def given(where: str, named: Mapping[str, np.ndarray], test_fraction: float, see
     once = len(found) == len(named)
     more = {name: found.pop(name) for name in ("class_names", "coarse") if name in found}
     if (names := found.pop("client_names", None)) is not None:
+        used = [codes for key, codes in found.items() if key.endswith("client")]
+        if not used or len(np.unique(np.concatenate([c.ravel() for c in used]))) < names.size:
+            raise check.InputError(f"{where}: client_names has a client without samples")
         found |= {key: looked_up(where, key, names, found[key]) for key in found if key.endswith("client")}
     prefixes = [prefix for prefix in ("", *PARTS.values()) if f"{prefix}x" in found]
     needed = {f"{prefix}{kind}" for prefix in prefixes for kind in "xy"}
@@ -397,13 +405,33 @@ def plain(value: object) -> np.ndarray:
 
 def accepted(where: str, result: Dataset) -> Dataset:
     """A Dataset of the user's own making, looked through like any other."""
+
+    def need(valid: bool, problem: str) -> None:
+        if not valid:
+            raise check.InputError(f"{where} returned a Dataset whose {problem}")
+
+    need(
+        type(result.num_classes) is int and 0 < result.num_classes <= MOST_CLASSES, "num_classes is no whole number > 0"
+    )
     arrays: Arrays = {"class_names": np.arange(result.num_classes).astype(str)}
-    for key in ("train_x", "train_y", "test_x", "test_y"):
-        if not isinstance(value := getattr(result, key), Tensor):
-            raise check.InputError(f"{where}: {key} is of type {type(value).__name__}; valid: a torch tensor")
+    for key in ("train_x", "test_x", "train_y", "test_y"):
+        value = getattr(result, key)
+        need(isinstance(value, Tensor), f"{key} is of type {type(value).__name__}; valid: a torch tensor")
+        wanted = (torch.uint8, torch.float32) if key.endswith("x") else (torch.int64,)
+        need(value.dtype in wanted, f"{key} is {value.dtype}; valid: {' or '.join(map(str, wanted))}")
+        need(value.ndim > key.endswith("x") and not value.requires_grad, f"{key} has no axis of samples, or a gradient")
         arrays[key] = plain(value)
+    need(result.train_x.dtype == result.test_x.dtype, "train_x and test_x are of different types")
+    need(not result.augment or result.train_x.ndim == 4, "samples are no images that could be augmented")
+    need(len(result.class_names) in (0, result.num_classes), "class_names are not as many as its num_classes")
+    for key in ("train_client", "test_client", "coarse"):
+        value = getattr(result, key)
+        whole = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
+        need(value is None or whole, f"{key} is no array of whole numbers")
+        if value is not None and key != "coarse":
+            arrays[key] = value
+    need(result.coarse is None or len(result.coarse) >= result.num_classes, "coarse labels are fewer than its classes")
     if result.client_names:
         arrays["client_names"] = np.array(result.client_names)
-    arrays |= {key: owner for key in ("train_client", "test_client") if (owner := getattr(result, key)) is not None}
     store.validate("custom", arrays)
     return result

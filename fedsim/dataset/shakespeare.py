@@ -203,6 +203,7 @@ def leaf_users(file: Path) -> dict[str, tuple[list[str], list[str]]]:
     users, counts, data = content["users"], content["num_samples"], content["user_data"]
     need(len(users) == len(counts), f"{len(users)} users but {len(counts)} num_samples")
     need(all(isinstance(user, str) for user in users), "users are not all names")
+    need(len(set(users)) == len(users), "a user is there twice")
     if differing := sorted(set(users) ^ set(data)):
         need(False, f"{differing[0]} is in only one of users and user_data")
     for user, count in zip(users, counts, strict=True):
@@ -211,6 +212,7 @@ def leaf_users(file: Path) -> dict[str, tuple[list[str], list[str]]]:
             need(isinstance(data[user].get(key), list), f"user {user} has no list {key}")
             need(all(isinstance(text, str) for text in data[user][key]), f"{key} of user {user} is not text")
         x, y = data[user]["x"], data[user]["y"]
+        need(count != 0, f"user {user} has no samples")
         need(len(x) == len(y) == count, f"user {user} has {len(x)} x, {len(y)} y and num_samples {count}")
         need(len(set(map(len, x))) < 2 and "" not in x, f"x of user {user} are not of one length")
         need(set(map(len, y)) <= {1}, f"y of user {user} are not all one character")

@@ -5,13 +5,14 @@ parameters. So another version of a file never meets an old copy, processes that
 one copy, and starting again costs no decoding. A copy appears under its name complete or not at all.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,13 +183,17 @@ def save(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """A file, whole or not at all."""
-    with writing(path.parent):
-        temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
+    """A small file, whole or not at all. A cache that may only be read is good enough: it is made again next time."""
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise unwritable(path.parent, error) from error
+    finally:
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
@@ -199,7 +204,11 @@ def writing(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise check.InputError(
-            f"cache_dir: {folder} cannot be written to ({error.strerror or error}); "
-            "give another with cache_dir=FOLDER or FEDSIM_CACHE"
-        ) from error
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> check.InputError:
+    return check.InputError(
+        f"cache_dir: {folder} cannot be written to ({error.strerror or error}); "
+        "give another with cache_dir=FOLDER or FEDSIM_CACHE"
+    )

@@ -56,9 +56,11 @@ class CnnEmnist(nn.Sequential):
     """Two convolutions and two linear layers, for EMNIST. Reddi et al., "Adaptive Federated Optimization", Table 4:
     conv3 32, conv3 64, pool, dropout 1/4, dense 128, dropout 1/2, dense 62."""
 
+    NAME = "cnn_emnist"
+
     def __init__(self, dropout: bool, input_shape: tuple[int, ...], num_classes: int) -> None:
         check.boolean("dropout", dropout)
-        channels, h, w = needs_images("cnn_emnist", input_shape, 6)
+        channels, h, w = needs_images(self.NAME, input_shape, 6)
         super().__init__(
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
@@ -74,25 +76,14 @@ class CnnEmnist(nn.Sequential):
         )
 
 
-class CnnPfl(nn.Sequential):
-    """The network of pfl-research's speed benchmark on CIFAR-10: conv3 32, conv3 64, pool, dropout 1/4, 12544-128,
-    dropout 1/2, 128-10; weights Xavier's uniform."""
+class CnnPfl(CnnEmnist):
+    """The network of pfl-research's speed benchmark on CIFAR-10: these same layers (12544-128-10 after the pool),
+    weights Xavier's uniform."""
+
+    NAME = "cnn_pfl"
 
     def __init__(self, input_shape: tuple[int, ...], num_classes: int) -> None:
-        channels, h, w = needs_images("cnn_pfl", input_shape, 6)
-        super().__init__(
-            nn.Conv2d(channels, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout(0.25),
-            nn.Flatten(),
-            nn.Linear(64 * ((h - 4) // 2) * ((w - 4) // 2), 128),
-            nn.ReLU(),
-            nn.Dropout(0.5),
-            nn.Linear(128, num_classes),
-        )
+        super().__init__(True, input_shape, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

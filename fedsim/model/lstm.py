@@ -67,7 +67,7 @@ class LstmShakespeare(nn.Module):
         num_classes: int,
     ) -> None:
         for key, value in (("embedding", embedding), ("hidden", hidden), ("layers", layers)):
-            check.integer(key, value, ge=1)
+            check.integer(key, value, ge=1, le=65536)
         if len(input_shape) != 1:
             raise check.InputError(
                 "model=lstm_shakespeare needs sequences of tokens; this dataset's samples have shape "

@@ -54,7 +54,7 @@ class Participation(ABC):
         if isinstance(wanted, float):
             return max(round(wanted * num_clients), 1)
         if wanted > num_clients:
-            raise check.BadValue("clients_per_round", wanted, f"must be at most partition.num_clients={num_clients}")
+            raise check.BadValue("clients_per_round", wanted, f"must be at most the number of clients, {num_clients}")
         return wanted
 
     def fails(self, seed: int, time: int, client: int) -> bool:

@@ -65,8 +65,8 @@ class Sized(Partition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.number("sigma", self.sigma, ge=0)
-        check.number("power", self.power, ge=0)
+        check.number("sigma", self.sigma, ge=0, le=100)
+        check.number("power", self.power, ge=0, le=100)
         if self.sigma and self.power:
             raise check.BadValue("power", self.power, f"must be 0 where sigma={self.sigma}: sizes follow one law")
 

@@ -22,7 +22,7 @@ class Dirichlet(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.number("alpha", self.alpha, gt=0)
+        check.number("alpha", self.alpha, ge=1e-9, le=1e12)
 
     def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
         labels = population.one_label

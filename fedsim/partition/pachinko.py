@@ -27,8 +27,8 @@ class Pachinko(Sized):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.number("alpha", self.alpha, gt=0)
-        check.number("beta", self.beta, gt=0)
+        check.number("alpha", self.alpha, ge=1e-9, le=1e12)
+        check.number("beta", self.beta, ge=1e-9, le=1e12)
 
     def assign(self, population: Population, generator: rng.Rng) -> np.ndarray:
         labels, coarse = population.one_label, population.coarse
