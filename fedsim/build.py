@@ -161,6 +161,8 @@ def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> n
         if tuple(found) == expected:
             copies = {n: b.clone() for n, b in start.buffers.items()}
             task.gradient(start.params, copies, (x, dataset.test_y[:few]))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # anyone's code: whatever it raises is told in one line
         kind, shape = "tokens" if dataset.tokens else "samples", "x".join(map(str, dataset.input_shape))
         reason = shorten(f"{type(error).__name__}: {error}", 140, placeholder=" ...")

@@ -81,7 +81,7 @@ def same_data(folder: Path, before: Summary, data: FederatedData) -> None:
     """A run goes on with the data it began with, whatever the files at data_dir are by now."""
     old, new = before.get("partition", {}), provenance(data)
     changed = [key for key in ("data", "fingerprint") if key in old and old[key] != new[key]]
-    if before.get("rounds") and changed:
+    if changed and (folder / "checkpoint.pt").exists():
         raise check.InputError(
             f"{folder} was begun with other data: {', '.join(f'{k} {old[k]} there, {new[k]} here' for k in changed)}; "
             "give the old data_dir, or overwrite=true"

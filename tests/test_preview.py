@@ -126,6 +126,17 @@ def test_a_cache_that_may_only_be_read_is_good_enough(fedsim: Command) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_nor_is_one_that_was_killed(fedsim: Command, tmp_path: Path) -> None:
+    """What its last summary says of rounds is then not true."""
+    write(tmp_path)
+    assert fedsim(*OWN).returncode == 0
+    (folder,) = (tmp_path / "outputs").iterdir()
+    (folder / "summary.json").write_text(json.dumps(summary(folder) | {"status": "running", "rounds": 0}))
+    write(tmp_path, seed=1)
+    result = fedsim(*OWN, "rounds=3")
+    assert (result.returncode, "was begun with other data" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("override", ["partition.preview=1", "partition.preview=null"])
 def test_preview_is_true_or_false(fedsim: Command, override: str) -> None:
     result = fedsim(override)
