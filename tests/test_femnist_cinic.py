@@ -240,8 +240,8 @@ def test_a_file_without_clients(tff: Path) -> None:
         load(tff)
 
 
-def user(x: object, y: object) -> dict[str, object]:
-    return {"users": ["u"], "num_samples": [1], "user_data": {"u": {"x": x, "y": y}}}
+def user(x: object, y: object, count: int = 1) -> dict[str, object]:
+    return {"users": ["u"], "num_samples": [count], "user_data": {"u": {"x": x, "y": y}}}
 
 
 WHITE = [1.0] * 784
@@ -250,16 +250,18 @@ WHITE = [1.0] * 784
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "has no users with user_data; valid: LEAF's JSON"),
-        ({"users": ["u"]}, "has no users with user_data"),
-        ({"users": ["u"], "user_data": []}, "has no users with user_data"),
-        ({"users": [], "user_data": {"u": {"x": [WHITE], "y": [1]}}}, "has no users with user_data"),
-        ({"users": ["u", ["v"]], "user_data": {"u": {"x": [WHITE], "y": [1]}}}, r"has no user_data of user \['v'\]"),
-        (user([WHITE], []), "user u has no samples"),
-        (user([WHITE], [1, 2]), r"user u: x is float64 of shape \(1, 784\), y of shape \(2,\); valid: 784 numbers"),
+        ([], "is a list or a value; LEAF's files are"),
+        ({"users": ["u"]}, "num_samples is missing"),
+        (user([WHITE], [1]) | {"user_data": []}, "user_data is no dict"),
+        (user([WHITE], [1]) | {"users": ["v"]}, "u is in only one of users and user_data"),
+        (user([WHITE], [1]) | {"users": [["v"]]}, "users are not all names"),
+        (user([WHITE], [1]) | {"users": ["u", "u"], "num_samples": [1, 1]}, "a user is there twice"),
+        (user([], [], 0), "user u has no samples"),
+        (user([WHITE], [1, 2]), "user u has 1 x, 2 y and num_samples 1"),
         (user([WHITE[1:]], [1]), r"user u: x is float64 of shape \(1, 783\)"),
-        (user([WHITE, WHITE[1:]], [1, 2]), r"user u has no x of 784 numbers a sample, and y \("),
-        (user([WHITE], 1), r"user u: x is float64 of shape \(1, 784\), y of shape \(\)"),
+        (user([WHITE, WHITE[1:]], [1, 2], 2), r"user u has no x of 784 numbers a sample \("),
+        (user([WHITE], 1), "user u has no list y"),
+        (user([WHITE], [[1]]), r"user u: x is float64 of shape \(1, 784\), y of shape \(1, 1\); valid: 784"),
         (user([["a"] * 784], [1]), "user u: x is <U1"),
         (user([WHITE], [62]), "user u: sample 0 has the label 62; valid: whole numbers from 0 to 61"),
         (user([WHITE], ["a"]), "user u: labels are <U1"),
@@ -267,8 +269,8 @@ WHITE = [1.0] * 784
         (user([[None] * 784], [1]), "user u: x is object"),
         (user([[0.5] * 784], [1]), r"user u: sample 0 has a pixel 0\.5"),
         (user([[float("nan")] * 784], [1]), "user u: sample 0 has a pixel nan"),
-        ({"users": ["u"], "user_data": {"u": [WHITE]}}, "user u has no x of 784 numbers a sample, and y"),
-        ({"users": ["u"], "user_data": {"u": {"x": [WHITE]}}}, r"user u has no x of 784 .*, and y \('y'\)"),
+        (user([WHITE], [1]) | {"user_data": {"u": [WHITE]}}, "user_data of u has no keys"),
+        (user([WHITE], [1]) | {"user_data": {"u": {"x": [WHITE]}}}, "user u has no list y"),
     ],
 )
 def test_wrong_json_files_are_named(leaf: Path, content: object, message: str) -> None:

@@ -428,7 +428,7 @@ def other(**changes: Any) -> dict[str, Any]:
         (other(users=["B"]), "A is in only one of users and user_data"),
         (other(user_data={"A": "to be"}), "user_data of A has no keys"),
         (other(user_data={"A": {"x": ["to be"]}}), "user A has no list y"),
-        (other(user_data={"A": {"x": [[0.5]], "y": [3]}}), "x of user A is not text"),
+        (other(num_samples=[1], user_data={"A": {"x": [[0.5]], "y": [3]}}), "x of user A is not text"),
         (other(user_data={"A": {"x": ["to"], "y": ["b", "e"]}}), "user A has 1 x, 2 y and num_samples 10"),
         (other(num_samples=[2], user_data={"A": {"x": ["to", "b"], "y": ["b", "e"]}}), "not of one length"),
         (other(num_samples=[1], user_data={"A": {"x": [""], "y": ["b"]}}), "not of one length"),
@@ -447,7 +447,7 @@ def test_json_that_is_none_or_twice_the_same(tmp_path: Path) -> None:
     refused(InputError, lambda: load(tmp_path), "user A is in", "copy.json", "all_data_test.json")
     for bad in (whole[:100].encode(), b"\xff\xfe\xfd", b"[" * 100_000):
         (tmp_path / "test" / "copy.json").write_bytes(bad)
-        refused(InputError, lambda: load(tmp_path), "copy.json is not JSON")
+        refused(InputError, lambda: load(tmp_path), "copy.json is no JSON")
 
 
 def test_json_without_samples(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018. Both have image
 1 (background), and 62 classes: digits, capitals, small letters. The numbers are bytes / 255, and the bytes are kept.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from fedsim import check, fetch
 from fedsim.data import Dataset, standardization
-from fedsim.dataset import idx, store
+from fedsim.dataset import idx, leaf, store
 from fedsim.dataset.own import statistics
 from fedsim.dataset.store import Arrays
 
@@ -187,26 +186,14 @@ def decode_fed_cifar100(train: Path, test: Path) -> Arrays:
 
 
 def leaf_users(path: Path) -> Iterator[Client]:
-    """The users of one file: user_data.USER with x, lists of 784 numbers, and y."""
-    try:
-        with path.open("rb") as stream:
-            content = json.load(stream)
-    except (ValueError, RecursionError) as error:
-        raise check.InputError(f"dataset=femnist: {path} is no JSON, or it is truncated ({error})") from error
-    users, data = (content.get(key) if isinstance(content, dict) else None for key in ("users", "user_data"))
-    if not isinstance(users, list) or not isinstance(data, dict) or not all(name in users for name in data):
-        raise check.InputError(f"dataset=femnist: {path} has no users with user_data; valid: LEAF's JSON")
-    if absent := [name for name in users if name not in list(data)]:
-        raise check.InputError(f"dataset=femnist: {path} has no user_data of user {absent[0]}")
-    for name, user in data.items():
+    """The users of one file: x lists of 784 numbers, and y."""
+    for name, x, y in leaf.users("femnist", path):
         where = f"dataset=femnist: {path}: user {name}"
         try:
-            x, y = np.asarray(user["x"]), np.asarray(user["y"])
-        except (KeyError, TypeError, ValueError) as error:  # not there, no dict, lists of different lengths
-            raise check.InputError(f"{where} has no x of {SIDE * SIDE} numbers a sample, and y ({error})") from error
-        if y.size == 0:
-            raise check.InputError(f"{where} has no samples")
-        if y.ndim != 1 or x.shape != (len(y), SIDE * SIDE) or x.dtype.kind not in "iuf":
-            valid = f"{SIDE * SIDE} numbers for each label"
-            raise check.InputError(f"{where}: x is {x.dtype} of shape {x.shape}, y of shape {y.shape}; valid: {valid}")
-        yield name, as_bytes(where, x).reshape(-1, 1, SIDE, SIDE), as_labels(where, y, len(CLASSES))
+            pixels, labels = np.asarray(x), np.asarray(y)
+        except ValueError as error:  # lists of different lengths
+            raise check.InputError(f"{where} has no x of {SIDE * SIDE} numbers a sample ({error})") from error
+        if labels.ndim != 1 or pixels.shape != (len(labels), SIDE * SIDE) or pixels.dtype.kind not in "iuf":
+            found = f"x is {pixels.dtype} of shape {pixels.shape}, y of shape {labels.shape}"
+            raise check.InputError(f"{where}: {found}; valid: {SIDE * SIDE} numbers for each label")
+        yield name, as_bytes(where, pixels).reshape(-1, 1, SIDE, SIDE), as_labels(where, labels, len(CLASSES))

@@ -9,9 +9,8 @@ scripts make of it. Samples have one of two forms:
     window     every window of the text, and the one character after it (LEAF)
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from fedsim import check, fetch, official
 from fedsim.data import PAD, Dataset
-from fedsim.dataset import store
+from fedsim.dataset import leaf, store
 
 UNKNOWN = 1
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -172,7 +171,7 @@ def leaf_texts(files: Sequence[Path]) -> Texts:
     texts: dict[str, list[np.ndarray]] = {}
     whose: dict[str, Path] = {}
     for file in files:
-        for user, (x, y) in leaf_users(file).items():
+        for user, x, y in leaf_users(file):
             if user in texts:
                 raise check.InputError(
                     f"dataset=shakespeare: user {user} is in {whose[user]} and again in {file}; "
@@ -182,41 +181,17 @@ def leaf_texts(files: Sequence[Path]) -> Texts:
     return texts
 
 
-def leaf_users(file: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """user -> (windows, next characters) of one of LEAF's files; anything else is refused in one line."""
-
-    def need(valid: bool, problem: str) -> None:
-        if not valid:
-            raise check.InputError(
-                f"dataset=shakespeare: {file}: {problem}; LEAF's files are {{users: [...], num_samples: [...], "
-                "user_data: {user: {x: [texts of one length], y: [characters]}}}"
-            )
-
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise check.InputError(f"dataset=shakespeare: {file} is not JSON, or not all of it ({error})") from error
-    need(isinstance(content, dict), "is a list or a value")
-    for key, kind in (("users", list), ("num_samples", list), ("user_data", dict)):
-        need(key in content, f"{key} is missing")
-        need(isinstance(content[key], kind), f"{key} is no {kind.__name__}")
-    users, counts, data = content["users"], content["num_samples"], content["user_data"]
-    need(len(users) == len(counts), f"{len(users)} users but {len(counts)} num_samples")
-    need(all(isinstance(user, str) for user in users), "users are not all names")
-    need(len(set(users)) == len(users), "a user is there twice")
-    if differing := sorted(set(users) ^ set(data)):
-        need(False, f"{differing[0]} is in only one of users and user_data")
-    for user, count in zip(users, counts, strict=True):
-        need(isinstance(data[user], dict), f"user_data of {user} has no keys")
-        for key in ("x", "y"):
-            need(isinstance(data[user].get(key), list), f"user {user} has no list {key}")
-            need(all(isinstance(text, str) for text in data[user][key]), f"{key} of user {user} is not text")
-        x, y = data[user]["x"], data[user]["y"]
-        need(count != 0, f"user {user} has no samples")
-        need(len(x) == len(y) == count, f"user {user} has {len(x)} x, {len(y)} y and num_samples {count}")
-        need(len(set(map(len, x))) < 2 and "" not in x, f"x of user {user} are not of one length")
-        need(set(map(len, y)) <= {1}, f"y of user {user} are not all one character")
-    return {user: (data[user]["x"], data[user]["y"]) for user in users}
+def leaf_users(file: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each user's windows and next characters in one of LEAF's files."""
+    for user, x, y in leaf.users("shakespeare", file):
+        for key, texts in (("x", x), ("y", y)):
+            if not all(isinstance(text, str) for text in texts):
+                raise check.InputError(f"dataset=shakespeare: {file}: {key} of user {user} is not text")
+        if len(set(map(len, x))) > 1 or "" in x:
+            raise check.InputError(f"dataset=shakespeare: {file}: x of user {user} are not of one length")
+        if set(map(len, y)) != {1}:
+            raise check.InputError(f"dataset=shakespeare: {file}: y of user {user} are not all one character")
+        yield user, x, y
 
 
 def rejoined(x: Sequence[str], y: Sequence[str]) -> list[np.ndarray]:
