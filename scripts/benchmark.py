@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from fedsim import build
 from fedsim.check import InputError
 from fedsim.cli import register_resolvers
+from fedsim.data import PAD
 from fedsim.overrides import CONF
 from fedsim.runner import Experiment, RunState, initial_state, play
 
@@ -97,20 +98,18 @@ def experiment(overrides: list[str], engine: str) -> tuple[Experiment, bool]:
     """What fedsim would run, and whether on the real data."""
     register_resolvers([])
 
-    def built(extra: list[str]) -> Experiment:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = OmegaConf.to_container(compose("config", [*overrides, *extra, *COMMON.split()]), resolve=True)
-        assert isinstance(config, dict)
-        return build.experiment(config, torch.device(build.device("auto")))
-
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = compose("config", [*overrides, f"engine={engine}", *COMMON.split()])
+    config = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(config, dict)
+    device = build.device("auto")
     try:
-        return built([f"engine={engine}"]), True
+        return build.experiment(config, device), True
     except InputError as error:
-        name = overrides[0].removeprefix("dataset=")
         if "not found" not in str(error):
             raise
-        stand_in = ["dataset.data_dir=null", "dataset._target_=benchmark.stand_in", f"+dataset.name={name}"]
-        return built([f"engine={engine}", *stand_in]), False
+    config["dataset"] = {"_target_": "benchmark.stand_in", "name": overrides[0].removeprefix("dataset=")}
+    return build.experiment(config, device), False
 
 
 def fedsim_rounds(exp: Experiment) -> Round:
@@ -131,6 +130,7 @@ class Plain:
         data = exp.data.dataset
         self.x = data.train_x if data.tokens else data.inputs(data.train_x)  # standardised once, kept as floats
         self.y, self.lr, self.batch = data.train_y, exp.client_optimizer.lr, exp.client.batch_size or 1
+        self.nothing = PAD if data.sequence else -100
         self.tensors = [*self.module.parameters(), *(b for b in self.module.buffers() if b.is_floating_point())]
         self.sent = [t.detach().clone() for t in self.tensors]
 
@@ -158,7 +158,9 @@ class Plain:
                 index = order[start : start + self.batch]
                 x = self.x[index]
                 logits = self.module(x.long() if self.exp.data.dataset.tokens else x)
-                loss = nn.functional.cross_entropy(logits.flatten(0, -2), self.y[index].flatten(), ignore_index=-100)
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, -2), self.y[index].flatten(), ignore_index=self.nothing
+                )
                 grads = torch.autograd.grad(loss, parameters)
                 with torch.no_grad():
                     torch._foreach_add_(parameters, grads, alpha=-self.lr)
@@ -205,7 +207,7 @@ class PlainProcesses(Plain):
             sent.copy_(torch.stack([total[i] for total in self.totals]).sum(0))
 
 
-def stand_in(name: str, cache_dir: str, **_: object) -> Any:
+def stand_in(name: str) -> Any:
     """A loader for tensors of a dataset's shape."""
     from fedsim.dataset import own
 

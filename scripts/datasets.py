@@ -35,7 +35,7 @@ RUNS = {
     "femnist": "rounds=100 schedule.rounds=100",
     "cifar10": "rounds=300 schedule.rounds=300 eval.every=25",
     "cifar100": "rounds=150 schedule.rounds=150 eval.every=25",
-    "fed_cifar100": "rounds=100 schedule.rounds=100 eval.every=25",
+    "fed_cifar100": "rounds=50 schedule.rounds=50 eval.every=10",
     "cinic10": "rounds=100 schedule.rounds=100 eval.every=25",
     "shakespeare": "rounds=60 schedule.rounds=60 eval.every=10",
 }
