@@ -6,11 +6,14 @@ Datasets whose files are not at $FEDSIM_DATA are left out, and the page says so.
 """
 
 import json
+import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pandas as pd
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
@@ -81,13 +84,17 @@ def main(work: Path) -> None:
     text += ["Written by `python scripts/datasets.py FOLDER`. What each dataset is and where it comes from:"]
     text += ["[docs/DATA.md](../DATA.md).", "", *rows, "", f"Not to be had on this machine: {absent}."]
     text += ["", "## Accuracy", "", "![accuracy over rounds](curves.png)", ""]
-    text += ["| command | rounds | last | best | wall time |", "|---|---|---|---|---|"]
+    text += ["| command | rounds | last | best |", "|---|---|---|---|"]
     for folder in runs.values():
         s = json.loads((folder / "summary.json").read_text())
         accuracy = [f"{100 * s[f'test_accuracy_{which}']:.2f} %" for which in ("last", "best")]
-        cells = [f"`fedsim {' '.join(s['overrides'])}`", str(s["rounds"]), *accuracy, f"{s['wall_time_s']:.0f} s"]
+        cells = [f"`fedsim {' '.join(s['overrides'])}`", str(s["rounds"]), *accuracy]
         text += [f"| {' | '.join(cells)} |"]
-    text += ["", "One seed; rounds shortened to what two cores play in some minutes, nothing else changed.", ""]
+    text += [
+        "",
+        "Elastic aggregation (the default), one seed; rounds shortened to what two cores play in some minutes,",
+    ]
+    text += [f"nothing else changed. {date.today()}, torch {torch.__version__}, {os.cpu_count()} cores.", ""]
     text += ["## Partitions of the papers' settings", ""]
     for name, (title, overrides) in PARTITIONS.items():
         if overrides.split()[0].removeprefix("dataset=") not in here:
