@@ -102,7 +102,7 @@ def main(work: Path) -> None:
         folder = play(work, f"{overrides} partition.preview=true")
         with Image.open(folder / "partition.png") as picture:
             small = picture.convert("RGB").resize((WIDTH, round(WIDTH * picture.height / picture.width)))
-            small.quantize(128).save(DOCS / f"{name}.png", optimize=True)
+            small.save(DOCS / f"{name}.png", optimize=True)
         text += [f"**{title}**: `fedsim {overrides} partition.preview=true`", "", f"![{title}]({name}.png)", ""]
     (DOCS / "README.md").write_text("\n".join(text).rstrip() + "\n")
 
