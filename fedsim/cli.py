@@ -31,17 +31,15 @@ class Command:
 
     def play(self, cfg: DictConfig) -> None:
         """One run: Hydra calls this once, or once for each job of a sweep."""
-        import torch
-
         from fedsim import build, report
         from fedsim.session import Request, execute, preview
 
         job = HydraConfig.get()
-        folder = Path(job.runtime.output_dir)
+        folder, where = Path(job.runtime.output_dir), cfg.get("device")
         try:
             config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
             build.check_root(config)
-            device = build.device(config["device"])
+            device = where = build.device(config["device"])
             build.determinism(config["deterministic"], device)
             choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
             request = Request(folder, folder.name, config, choices, list(job.overrides.task), device)
@@ -49,28 +47,13 @@ class Command:
                 report.preview(folder, preview(request, lambda: build.federated_data(config, device)))
                 return
             summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
-        except (InputError, OmegaConfBaseException) as error:
-            missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
-            self.complain(f"{missing} is missing; type {missing}=VALUE" if missing else str(error))
+        except Exception as error:
+            problem = told(error, folder, where)
+            if problem is None:
+                raise
+            self.complain(problem)
             if not any(folder.iterdir()):
                 folder.rmdir()  # Hydra made it; nothing was computed
-            return
-        except OSError as error:
-            self.complain(f"{folder}: {error.strerror or error}; what was computed is kept, the same command goes on")
-            return
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            self.complain(
-                "client.batch_size: batch norm cannot train on a batch of one sample (a client's last one may be); "
-                "use another batch size or a model with group norm"
-            )
-            return
-        except (MemoryError, RuntimeError) as error:
-            # torch's own class for a GPU, NumPy's for arrays, a plain RuntimeError for a tensor on the CPU
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-                raise
-            self.complain(f"device={device}: out of memory; smaller batches, models or datasets need less")
             return
         self.summaries[folder] = summary
         report.run(folder, summary, in_sweep=job.mode == RunMode.MULTIRUN)
@@ -82,6 +65,27 @@ class Command:
     def complain(self, message: str) -> None:
         print(f"fedsim: error: {' '.join(message.split())}", file=sys.stderr)
         self.exit_code = max(self.exit_code, BAD_INPUT)
+
+
+def told(error: Exception, folder: Path, device: object) -> str | None:
+    """What went wrong in a run, in one line; None: a mistake of ours, which deserves its traceback."""
+    import torch
+
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is missing; type {error.full_key}=VALUE"
+    if isinstance(error, InputError | OmegaConfBaseException):
+        return str(error)
+    # torch's own class for a GPU, NumPy's for arrays, a plain RuntimeError for a tensor on the CPU
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return f"device={device}: out of memory; smaller batches, models or datasets need less"
+    if isinstance(error, OSError):
+        return f"{folder}: {error.strerror or error}; what was computed is kept, the same command goes on"
+    if "more than 1 value per channel" in str(error):
+        return (
+            "client.batch_size: batch norm cannot train on a batch of one sample (a client's last one may be); "
+            "use another batch size or a model with group norm"
+        )
+    return None
 
 
 def main() -> None:
