@@ -416,7 +416,7 @@ def test_other_content_or_parameters_are_another_copy(tmp_path: Path) -> None:
     assert decode.calls == 3
 
 
-@pytest.mark.parametrize("damage", ["shorter", "gone", "no meta", "bad meta"])
+@pytest.mark.parametrize("damage", ["shorter", "gone", "another byte", "no meta", "bad meta"])
 def test_a_damaged_copy_is_made_again(tmp_path: Path, damage: str) -> None:
     decode = Decoder()
     keep(tmp_path, decode)
@@ -424,6 +424,8 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path, damage: str) -> None:
     file = folder / ("meta.json" if "meta" in damage else "train_x.npy")
     if damage in ("gone", "no meta"):
         file.unlink()
+    elif damage == "another byte":
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
     else:
         file.write_bytes(file.read_bytes()[:-5])
     assert np.array_equal(keep(tmp_path, decode).arrays["train_x"], SAMPLES["train_x"])

@@ -148,13 +148,19 @@ def read(folder: Path) -> Decoded | None:
     """None: not there, or not as it was written."""
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        if any((folder / f"{key}.npy").stat().st_size != size for key, size in meta["sizes"].items()):
+        if any(touched(folder / f"{key}.npy") != state for key, state in meta["files"].items()):
             return None
         # "c": private to the process where it is written to, so that a tensor may be made of it; shared as long as not.
-        arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="c") for key in meta["sizes"]}
+        arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="c") for key in meta["files"]}
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
         return None
     return Decoded(arrays, meta["fingerprint"])
+
+
+def touched(file: Path) -> list[int]:
+    """Size and time of the last change: not hashed at every start, but neither believed when someone has been at it."""
+    state = file.stat()
+    return [state.st_size, state.st_mtime_ns]
 
 
 def save(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -173,8 +179,8 @@ def save(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
                     stream.write(plain.reshape(-1).view(np.uint8).data)
                     stream.flush()
                     os.fsync(stream.fileno())
-            sizes = {key: (temporary / f"{key}.npy").stat().st_size for key in arrays}
-            meta = {"fingerprint": fingerprint(arrays), "sizes": sizes}
+            files = {key: touched(temporary / f"{key}.npy") for key in arrays}
+            meta = {"fingerprint": fingerprint(arrays), "files": files}
             (temporary / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
             temporary.replace(folder)
