@@ -291,7 +291,7 @@ def test_rounds_may_grow_and_the_longer_run_is_the_undisturbed_one(fedsim: Comma
     pd.testing.assert_frame_equal(metrics(folder), metrics(only_folder(other)))
     again = fedsim(*args, "rounds=6")
     assert again.returncode == 0
-    assert "finished earlier, after 6 rounds; overwrite=true runs it again" in again.stdout
+    assert "finished earlier, after 6 rounds (data not looked at again); overwrite=true runs it again" in again.stdout
 
 
 def test_overwrite_starts_again(fedsim: Command, tmp_path: Path) -> None:

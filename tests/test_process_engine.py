@@ -79,14 +79,15 @@ def test_workers_end_with_the_experiment() -> None:
 
 
 MODEL = """
-import torch
+import os
+from multiprocessing import parent_process
 from torch import nn
 
 class Net(nn.Linear):
     def __init__(self, input_shape, num_classes):
         super().__init__(input_shape[0], num_classes)
     def forward(self, x):
-        if self.training:
+        if self.training and parent_process() is not None:  # in a worker
             {what}
         return super().forward(x)
 """
@@ -111,7 +112,7 @@ def test_a_workers_exception_is_the_commands(fedsim: Command, tmp_path: Path) ->
 
 
 def test_a_worker_that_dies_is_one_line(fedsim: Command, tmp_path: Path) -> None:
-    result = fedsim(*own(tmp_path, "import os; os.kill(os.getpid(), 9)"))
+    result = fedsim(*own(tmp_path, "os.kill(os.getpid(), 9)"))
     assert result.returncode == 2
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("fedsim: error: engine=process: a worker ended with -9")
