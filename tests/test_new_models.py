@@ -18,6 +18,7 @@ from conftest import config, environment, play, work_of
 from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_models_and_datasets import in_words
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -99,29 +100,11 @@ def test_shapes_outside_weights_and_gradients(name: str, shape: tuple[int, ...])
     assert [n for n, g in zip(outside, gradients, strict=True) if not g.abs().sum() > 0] == []
 
 
-def layers(module: nn.Module) -> str:
-    """An nn.Sequential in words."""
-
-    def say(m: nn.Module) -> str:
-        match m:
-            case nn.Conv2d():
-                assert m.bias is not None
-                return f"conv{m.kernel_size[0]}{'same' if m.padding == (1, 1) else ''}:{m.out_channels}"
-            case nn.Linear():
-                assert m.bias is not None
-                return f"{m.in_features}>{m.out_features}"
-            case nn.MaxPool2d():
-                return f"max{m.kernel_size}"
-            case nn.Dropout():
-                return f"drop{m.p:g}"
-        return {"ReLU": "relu", "Flatten": "flat"}[type(m).__name__]
-
-    return " ".join(map(say, module.children()))
-
-
 def test_layers_in_order() -> None:
-    assert layers(model("cnn_pfl")) == ("conv3:32 relu conv3:64 relu max2 drop0.25 flat 12544>128 relu drop0.5 128>10")
-    assert layers(model("vgg9")) == (
+    assert in_words(model("cnn_pfl"), padding=True) == (
+        "conv3:32 relu conv3:64 relu max2 drop.25 flat 12544>128 relu drop.5 128>10"
+    )
+    assert in_words(model("vgg9"), padding=True) == (
         "conv3same:32 relu conv3same:64 relu max2 conv3same:128 relu conv3same:128 relu max2 "
         "conv3same:256 relu conv3same:256 relu max2 flat 4096>512 relu 512>512 relu 512>10"
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim import check, fetch, official, rng
 from fedsim.data import Dataset, Population, standardization
-from fedsim.dataset import femnist, store
+from fedsim.dataset import store
 from fedsim.dataset.store import Arrays, Decoded
 from fedsim.partition.pachinko import Pachinko
 
@@ -68,6 +68,8 @@ def fed_cifar100(
     check.boolean("augment", augment)
     constants = standardization(*CIFAR100_STATISTICS, standardize)
     if source == "tff":
+        from fedsim.dataset import femnist  # here: plain CIFAR needs no HDF5 at its start
+
         _, files = fetch.ensure("fed_cifar100", data_dir)
         found = store.decoded("fed_cifar100", files, lambda: femnist.decode_fed_cifar100(*files), cache_dir)
         return store.dataset(found, *constants, augment)
