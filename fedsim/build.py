@@ -18,12 +18,14 @@ from torch import nn
 from fedsim import check, rng
 from fedsim.client.loadaboost import LoAdaBoost
 from fedsim.data import Dataset, FederatedData
+from fedsim.engine.auto import settle
 from fedsim.logger.base import Logger
+from fedsim.model.dropout import replace_dropout
 from fedsim.participation.asynchronous import Asynchronous
 from fedsim.partition import cache
 from fedsim.partition.base import Partition
 from fedsim.privacy.channel import Privacy
-from fedsim.runner import Evaluate, Experiment
+from fedsim.runner import Evaluate, Experiment, extent, first_work
 from fedsim.task import Task
 from fedsim.types import Aggregator, Client, Participation
 
@@ -67,8 +69,8 @@ def determinism(active: bool, where: torch.device) -> None:
         torch.use_deterministic_algorithms(active, warn_only=True)
 
 
-def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
-    """Build everything, cheap and easily refused parts first."""
+def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[str, Any] | None = None) -> Experiment:
+    """Build everything, cheap and easily refused parts first. `before` says how a run that goes on was trained."""
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
@@ -92,7 +94,7 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
     module = model(config, data.dataset, where)
     if privacy.clip is not None and next(module.buffers(), None) is not None:
         raise check.BadValue("privacy.clip", privacy.clip, "batch norm's statistics cannot be clipped; use group norm")
-    return Experiment(
+    exp = Experiment(
         seed=config["seed"],
         rounds=config["rounds"],
         task=Task(module, data.dataset),
@@ -108,6 +110,8 @@ def experiment(config: Mapping[str, Any], where: torch.device) -> Experiment:
         privacy=privacy,
         warmup_epochs=shared.warmup_epochs,
     )
+    settled, choice = settle(engine, first_work(exp), extent(exp), before or {})
+    return replace(exp, engine=settled, engine_choice=choice)
 
 
 def enough(participation: Participation, num_clients: int, privacy: Privacy) -> None:
@@ -144,7 +148,9 @@ def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> n
     rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
     architecture = group(config, "model")
     with prefixed("model"):
-        module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes).to(where)
+        module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes)
+    replace_dropout(module)
+    module = module.to(where)
     if frozen := [n for n, p in module.named_parameters() if not p.requires_grad]:
         raise check.InputError(f"model: {frozen[0]} is frozen (requires_grad=False); every parameter is trained here")
     if next(module.parameters(), None) is None:

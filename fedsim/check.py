@@ -43,6 +43,12 @@ def choice(key: str, value: object, choices: Sequence[str]) -> None:
         raise BadValue(key, value, "must be one of " + ", ".join(choices))
 
 
+def automatic(key: str, value: object) -> None:
+    """auto, or yes or no."""
+    if value != "auto" and not isinstance(value, bool):
+        raise BadValue(key, value, "must be auto, true or false")
+
+
 def mapping(key: str, value: object) -> None:
     """A section with keys of its own."""
     if not isinstance(value, Mapping):

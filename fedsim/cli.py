@@ -46,7 +46,7 @@ class Command:
             if config["partition"]["preview"]:
                 report.preview(folder, preview(request, lambda: build.federated_data(config, device)))
                 return
-            summary = execute(request, lambda: build.experiment(config, device), build.loggers(config))
+            summary = execute(request, lambda before: build.experiment(config, device, before), build.loggers(config))
         except Exception as error:
             problem = told(error, folder, where)
             if problem is None:

@@ -59,6 +59,50 @@ class Cohort:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Upload:
+    """What the server gets from a client."""
+
+    delta: Tree
+    norms: Tensor
+    """||delta_k|| by layer and part."""
+    buffers: Tree
+    measured: Tree | None
+    loss: Tensor
+    state: State | None
+    sent: Tree | None
+    report: Tensor | None
+    params: Tree | None
+    """For an aggregator that is `individual`."""
+
+
+def upload(work: Work, result: LocalResult) -> Upload:
+    """The client's last arithmetic: theta - theta_k and its lengths."""
+    delta = {n: p - result.params[n] for n, p in work.server.params.items()}
+    return Upload(
+        delta,
+        work.task.layers.norms(delta),
+        result.buffers,
+        result.measured,
+        result.loss,
+        result.state,
+        result.sent,
+        result.report,
+        result.params if work.individual else None,
+    )
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Some of a round's clients, summed up with their weights."""
+
+    sums: dict[str, Tree]
+    E: Tensor
+    loss: Tensor
+    states: dict[int, State]
+    reports: list[Tensor]
+
+
 class CohortSum:
     """Adds clients up as they finish."""
 
@@ -75,24 +119,31 @@ class CohortSum:
         self._reports: list[Tensor] = []
         self._members: list[Member] = []
 
-    def add(self, client: int, weight: float, result: LocalResult) -> None:
-        delta = {n: p - result.params[n] for n, p in self._work.server.params.items()}
-        parts = {"delta": Part(weight, delta), "buffers": Part(weight, result.buffers)}
-        if result.measured is not None:
-            parts["measured"] = Part(weight, result.measured)
-        if result.sent is not None:
-            parts["sent"] = Part(1 / self._count, result.sent)
+    def add(self, client: int, weight: float, upload: Upload) -> None:
+        parts = {"delta": Part(weight, upload.delta), "buffers": Part(weight, upload.buffers)}
+        if upload.measured is not None:
+            parts["measured"] = Part(weight, upload.measured)
+        if upload.sent is not None:
+            parts["sent"] = Part(1 / self._count, upload.sent)
         if self._work.lengths and self._work.privacy and self._work.privacy.active:
-            parts["length"] = Part(weight, {"": self._layers.norms(delta)[-1:]})
+            parts["length"] = Part(weight, {"": upload.norms[-1:]})
         self._sum.add(client, parts)
-        self._E.add_(self._layers.norms(delta), alpha=weight)
-        self._loss.add_(result.loss, alpha=weight)
-        if result.state is not None:
-            self._states[client] = result.state
-        if result.report is not None:
-            self._reports.append(result.report)
-        if self._work.individual:
-            self._members.append(Member(weight, result.params, result.measured))
+        self._E.add_(upload.norms, alpha=weight)
+        self._loss.add_(upload.loss, alpha=weight)
+        if upload.state is not None:
+            self._states[client] = upload.state
+        if upload.report is not None:
+            self._reports.append(upload.report)
+        if upload.params is not None:
+            self._members.append(Member(weight, upload.params, upload.measured))
+
+    def merge(self, part: Partial) -> None:
+        """Clients that are summed up already; only where nobody has to see them one by one."""
+        self._sum.add(-1, {name: Part(1, tree) for name, tree in part.sums.items()})
+        self._E.add_(part.E)
+        self._loss.add_(part.loss)
+        self._states |= part.states
+        self._reports += part.reports
 
     def result(self) -> Cohort:
         total, server = self._sum.total(), self._work.server

@@ -226,51 +226,56 @@ class ClientData:
     """One client's samples in one round. Going over them twice goes on where the first time ended."""
 
     def __init__(self, whole: FederatedData, client: int, round: int, batch_size: int | None, purpose: str) -> None:
-        self._whole, self._own = whole, whole.training(client)
-        self._size = batch_size or len(self._own)
+        self._whole, self.own = whole, whole.training(client)
+        self._size = batch_size or len(self.own)
         self._order = rng.generator(whole.seed, purpose, round, client)
         self._augment = rng.generator(whole.seed, "augment", round, client) if whole.dataset.augment else None
         self._extra = (whole.seed, f"{purpose}, extra", round, client)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self.own)
 
     @property
     def steps(self) -> int:
         """Batches in an epoch."""
-        return -(-len(self._own) // self._size)
+        return -(-len(self) // self._size)
 
     def batches(self, epochs: int) -> Iterator[Batch]:
         """The training batches: each epoch a fresh order of the samples, the last batch may be short."""
         data = self._whole.dataset
-        for _ in range(epochs):
-            order = self._whole.on_device(self._own[self._order.permutation(len(self._own))])
-            draws = None
-            if self._augment is not None:
-                draws = self._whole.on_device(_draw_crops(self._augment, len(self._own)))
-            for start in range(0, len(self._own), self._size):
+        for positions, draws in self.orders(epochs):
+            order, crops = self._whole.on_device(positions), None if draws is None else self._whole.on_device(draws)
+            for start in range(0, len(self), self._size):
                 index = order[start : start + self._size]
                 x = data.train_x[index]
-                if draws is not None:
-                    x = crop_and_flip(x, draws[start : start + self._size])
+                if crops is not None:
+                    x = crop_and_flip(x, crops[start : start + self._size])
                 yield data.inputs(x), data.train_y[index]
+
+    def orders(self, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """The samples' positions in the dataset, each epoch in a fresh order, and how each is cropped."""
+        for _ in range(epochs):
+            order = self.own[self._order.permutation(len(self))]
+            yield order, None if self._augment is None else _draw_crops(self._augment, len(self))
 
     @cached_property
     def extra(self) -> Iterator[Batch]:
         """More batches, as many as one likes, each drawn afresh and independently of the training batches."""
-        return self._draw(rng.generator(*self._extra))
+        data = self._whole.dataset
+        indices = (self._whole.on_device(positions) for positions in self.drawn())
+        return ((data.inputs(data.train_x[index]), data.train_y[index]) for index in indices)
 
-    def _draw(self, generator: rng.Rng) -> Iterator[Batch]:
-        data, size = self._whole.dataset, min(self._size, len(self._own))
+    def drawn(self) -> Iterator[np.ndarray]:
+        """The positions of the extra batches' samples."""
+        generator, size = rng.generator(*self._extra), min(self._size, len(self))
         while True:
-            index = self._whole.on_device(self._own[rng.sample(generator, len(self._own), size)])
-            yield data.inputs(data.train_x[index]), data.train_y[index]
+            yield self.own[rng.sample(generator, len(self), size)]
 
     def all(self) -> Iterator[Batch]:
         """Every sample once, in a fixed order, as it is."""
         data = self._whole.dataset
-        for start in range(0, len(self._own), self._size):
-            index = self._whole.on_device(self._own[start : start + self._size])
+        for start in range(0, len(self), self._size):
+            index = self._whole.on_device(self.own[start : start + self._size])
             yield data.inputs(data.train_x[index]), data.train_y[index]
 
 

@@ -153,6 +153,12 @@ def time_to_accuracy(metrics: pd.DataFrame) -> dict[str, float]:
     return {f"{goal} %": float(times.iloc[0]) for goal, times in reached.items() if len(times)}
 
 
+def round_times(metrics: pd.DataFrame) -> dict[str, float]:
+    """Seconds of the first round, with all that is started or compiled in it, and the median of the others."""
+    times = metrics["time/round_s"]
+    return {"first": float(times.iloc[0]), "median_later": float(times.iloc[1:].median())} if len(times) > 1 else {}
+
+
 def versions() -> dict[str, str]:
     packages = ("fedsim-lab", "torch", "torchvision", "numpy", "hydra-core", "omegaconf")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

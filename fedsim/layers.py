@@ -39,6 +39,11 @@ class Layers:
         squares = torch.stack([tree[name].square().sum() for name in self.names])
         return torch.cat([squares, (self.members * squares).sum(1)]).sqrt()
 
+    def stacked_norms(self, tree: Tree) -> Tensor:
+        """The same of every client of a stack: [K, L + P]."""
+        squares = torch.stack([tree[name].flatten(1).square().sum(1) for name in self.names], 1)
+        return torch.cat([squares, squares @ self.members.T.to(squares)], 1).sqrt()
+
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.modules.conv._ConvNd):

@@ -1,13 +1,17 @@
-"""One client's round: the only loop over local batches. Every engine runs this."""
+"""One client's round: the loop over local batches, as every engine but the stacked one runs it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fedsim import growth, rng
+from fedsim.model.dropout import KEY
 from fedsim.participation.base import steps_taken
-from fedsim.types import Context, Finished, Model, State, Tree, Work
+from fedsim.program import Carry, Fixed, Program, moment
+from fedsim.task import Task
+from fedsim.types import Context, Finished, Model, Probe, State, Tree, Work
 
 OPTIMIZER = "optimizer/"
 """Where a client's kept state has its optimizer's part."""
@@ -29,16 +33,24 @@ class LocalResult:
     report: Tensor | None = None
 
 
-def train(work: Work, client: int) -> LocalResult:
-    """Probe the broadcast model, then train it on the client's own data."""
+def train(work: Work, client: int, program: Program | None = None) -> LocalResult:
+    """Probe the broadcast model, then train it on the client's own data; with a compiled `program`, if one is given."""
     measured = None
     if work.probe is not None:
         batches = work.data.sensitivity_batches(client, work.probe.batch_size or work.client.batch_size)
-        measured = work.probe.measure(work.task, work.model, batches)
-    finished, loss, optimizer_state = descend(work, client, "batches")
+        measured = measure(work.probe, work.task, work.model, batches)
+    finished, loss, optimizer_state = descend(work, client, "batches", program=program)
     kept = finished.kept | {OPTIMIZER + name: tree for name, tree in optimizer_state.items()}
     upload = finished.model
     return LocalResult(upload.params, upload.buffers, measured, loss, kept or None, finished.sent, finished.report)
+
+
+def measure(probe: Probe, task: Task, model: Model, batches: Iterator[Tensor]) -> Tree:
+    """What an aggregator has a client measure."""
+    found, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
+    for x in batches:
+        found, count = probe.step(task, model, found, x, None), count + 1
+    return probe.end(found, max(count, 1))
 
 
 def personal(work: Work, client: int) -> Model:
@@ -48,7 +60,9 @@ def personal(work: Work, client: int) -> Model:
     return descend(own, client, "adaptation", adaptation.steps)[0].model
 
 
-def descend(work: Work, client: int, purpose: str, most: int | None = None) -> tuple[Finished, Tensor, State]:
+def descend(
+    work: Work, client: int, purpose: str, most: int | None = None, program: Program | None = None
+) -> tuple[Finished, Tensor, State]:
     """The loop: (what the rule makes of its end, mean loss, optimizer state to keep)."""
     rule, optimizer = work.client, work.optimizer
     own = growth.padded_state(work.states.get(client, {}), work.model.params)
@@ -59,12 +73,15 @@ def descend(work: Work, client: int, purpose: str, most: int | None = None) -> t
 
     model = rule.start(context)
     params, buffers = model.params, {n: b.clone() for n, b in model.buffers.items()}
-    state = {name.removeprefix(OPTIMIZER): tree for name, tree in own.items() if name.startswith(OPTIMIZER)}
-    state = state or optimizer.init(params)
-    device = next(iter(params.values())).device
-    # Dropout draws from the device's own generator: set here, its draws are a function of (seed, round, client).
-    rng.seed_torch(device, work.seed, "dropout", work.round, client)
-    loss_sum, seen, steps = torch.zeros((), device=device), 0, 0
+    state = optimizer_part(own) or optimizer.init(params)
+    some = next(iter(params.values()))
+    # A model with randomness of its own draws from the device's generator: set here, a function of these four.
+    rng.seed_torch(some.device, work.seed, "dropout", work.round, client)
+    key = dropout_key(work, [client])[0]
+    loss_sum, seen, steps = some.new_zeros(()), 0, 0
+    if program is not None:
+        params = program.laid_out(params)
+    fixed = Fixed(own, work.model, work.shared, some.new_tensor(work.lr))
 
     def present_loss() -> float:
         return work.task.mean_loss(Model(params, buffers), data).item()
@@ -73,9 +90,32 @@ def descend(work: Work, client: int, purpose: str, most: int | None = None) -> t
         for batch in data.batches(epochs):
             if steps == most:
                 break
-            grads, loss = rule.gradient(work.task, params, buffers, batch, context)
-            params, state = optimizer.step(params, grads, state, work.lr)
-            loss_sum += loss * len(batch[1])
-            seen, steps = seen + len(batch[1]), steps + 1
+            size = len(batch[1])
+            if program is not None and size == rule.batch_size:
+                given = [batch, *(next(data.extra) for _ in range(rule.extra_batches))]
+                carry = Carry(params, buffers, state, loss_sum)
+                carry = program(carry, fixed, [moment(given, some.new_tensor(float(size)), key + steps)])
+                params, buffers, state, loss_sum = carry.params, carry.buffers, carry.state, carry.loss
+            else:
+                buffers |= {KEY: key + steps} if work.task.drops else {}
+                grads, loss = rule.gradient(work.task, params, buffers, batch, context)
+                params, state = optimizer.step(params, grads, state, work.lr)
+                buffers.pop(KEY, None)
+                loss_sum += loss * size
+            seen, steps = seen + size, steps + 1
     finished = rule.finish(Model(params, buffers), steps, context)
     return finished, loss_sum / max(seen, 1), state if optimizer.persist_state else {}
+
+
+def optimizer_part(own: State) -> State:
+    """The optimizer's part of what a client kept."""
+    return {name.removeprefix(OPTIMIZER): tree for name, tree in own.items() if name.startswith(OPTIMIZER)}
+
+
+def dropout_key(work: Work, clients: list[int]) -> Tensor:
+    """[K, 2]: where the masks of the clients' steps come from, step s adding s. Zeros where nothing is dropped."""
+    device = next(iter(work.model.params.values())).device
+    if not work.task.drops:
+        return torch.zeros(len(clients), 2, dtype=torch.int32, device=device)
+    words = [rng.words(work.seed, "dropout", work.round, client) for client in clients]
+    return torch.tensor(words, dtype=torch.int32, device=device)

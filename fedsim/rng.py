@@ -26,6 +26,12 @@ def generator(seed: int, purpose: str, *ids: int) -> Rng:
     return Rng(np.random.Philox(key=_key(seed, purpose, ids)))
 
 
+def words(seed: int, purpose: str, *ids: int) -> tuple[int, int]:
+    """Two random 32-bit integers, with sign."""
+    key = _key(seed, purpose, ids)
+    return key % 2**32 - 2**31, (key >> 32) % 2**32 - 2**31
+
+
 def seed_torch(device: torch.device, seed: int, purpose: str, *ids: int) -> None:
     """Set a device's own generator, which weight initialisation and dropout draw from.
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from fedsim import check, growth, personal, shared_data
 from fedsim.cohort import Cohort
 from fedsim.data import FederatedData
+from fedsim.engine.auto import Extent
 from fedsim.metrics import FINITE
+from fedsim.participation.asynchronous import Asynchronous
 from fedsim.privacy.channel import Privacy
 from fedsim.task import Evaluation, Task
 from fedsim.types import (
@@ -74,6 +76,8 @@ class Experiment:
     privacy: Privacy
     warmup_epochs: int
     """Epochs on the global set G before the first round (shared_data)."""
+    engine_choice: Mapping[str, object] = field(default_factory=dict)
+    """Which engine it came to be, and how (engine=auto)."""
 
     @cached_property
     def steps(self) -> Sequence[int]:
@@ -233,6 +237,21 @@ def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
         sampled=turn.sampled,
         staleness=state.round - turn.version,
     )
+
+
+def first_work(exp: Experiment) -> Work:
+    """What the first round's clients would be given, were the model not warmed up."""
+    model = exp.task.initial_model()
+    rule = exp.client.init(model.params)
+    state = RunState(0, model, {}, {}, rule, {}, norm_integrated=0.0, clock={}, underway={})
+    return assign(exp, state, Turn((), (), {}, 0, {}, 0))
+
+
+def extent(exp: Experiment) -> Extent:
+    """How much training there is, all in all."""
+    alone = isinstance(exp.participation, Asynchronous)  # its updates come one by one
+    clients = 1 if alone else exp.participation.count(exp.data.num_clients)
+    return Extent(exp.rounds, clients, sum(exp.steps) / len(exp.steps))
 
 
 def underway(state: RunState, turn: Turn, new: Broadcast) -> Mapping[int, Broadcast]:

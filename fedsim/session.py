@@ -17,7 +17,7 @@ import torch
 
 from fedsim import check, checkpoint, plots
 from fedsim.data import PAD, FederatedData
-from fedsim.folder import RunFolder, accuracies, time_to_accuracy, versions
+from fedsim.folder import RunFolder, accuracies, round_times, time_to_accuracy, versions
 from fedsim.logger.base import Logger, RunInfo
 from fedsim.logger.console import Console
 from fedsim.logger.csv import Csv
@@ -40,7 +40,7 @@ class Request:
     device: torch.device
 
 
-def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence[Logger]) -> Summary:
+def execute(request: Request, build: Callable[[Mapping[str, Any]], Experiment], loggers: Sequence[Logger]) -> Summary:
     """Start, continue or only report a run. Its summary's `status` says how it ended."""
     with RunFolder(request.folder) as folder:
         folder.claim(request.config, request.config["overwrite"])
@@ -50,7 +50,8 @@ def execute(request: Request, build: Callable[[], Experiment], loggers: Sequence
             note = f"{status} earlier, after {rounds} rounds (data not looked at again); overwrite=true runs it again"
             return before | {"note": note}
         with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable():
-            exp = build()
+            engine = before.get("engine") if (request.folder / "checkpoint.pt").exists() else None
+            exp = build(engine if isinstance(engine, dict) else {})
             same_data(request.folder, before, exp.data)
             return Session(request, folder, exp, loggers).play()
 
@@ -203,7 +204,8 @@ class Session:
             "parameters": sum(p.numel() for p in self.state.model.params.values()),
             "comm_bytes": int(metrics[["comm/down_bytes", "comm/up_bytes"]].to_numpy().sum()),
             "device": str(request.device),
-            "engine": request.choices["engine"],
+            "engine": dict(exp.engine_choice),
+            "round_s": round_times(metrics),
             "wall_time_s": round(self._elapsed(), 3),
             "versions": versions(),
         }

@@ -1,16 +1,25 @@
-"""The learning task: a model's structure and its loss, as pure functions of parameters and data."""
+"""The learning task: a model's structure and its loss, as pure functions of parameters and data.
+
+Rows of a batch that are only padding (a stacked engine's, so that clients with fewer samples fit beside others) have
+the label NOBODY, or PAD at every position of a sequence; they count in no mean.
+"""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, grad_and_value
 
 from fedsim.data import PAD, ClientData, Dataset
 from fedsim.layers import Layers
+from fedsim.model.dropout import KEY, Dropout, mixed
 from fedsim.types import Batch, Model, Tree
+
+NOBODY = -100  # what torch's cross entropy passes over
 
 Mode = Literal["train", "eval", "batch_statistics"]
 
@@ -29,34 +38,58 @@ class Task:
     """Gradients, sensitivities and accuracy of one architecture. Holds no weights of its own: `module` lends only
     its structure, every call is given the parameters."""
 
-    def __init__(self, module: nn.Module, dataset: Dataset) -> None:
-        self.module = module
+    stacked = False
+    """Whether calls come from inside torch.func.vmap: one client's code, run for a stack of clients at once."""
+
+    def __init__(self, module: nn.Module, dataset: Dataset, precision: str = "fp32") -> None:
+        self.module, self.precision = module, precision
         self.layers = Layers.of(module)
         names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
         self._shares_weights = len(names) > len(self.layers.names)
-        self._mode: Mode | None = None
+        self._mode: list[Mode] = []  # that the module is in; shared by all copies of this task, as the module is
         self.classification, self.sequence = dataset.classification, dataset.sequence
         self._read_last = dataset.tokens and not dataset.sequence
+        drops = [(n, m) for n, m in module.named_modules() if isinstance(m, Dropout)]
+        self.mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.drops = {f"{n}.key" if n else "key": place << 20 for place, (n, _) in enumerate(drops, start=1)}
+        """Where the model's dropouts want their keys, and what makes each one's different."""
 
     def initial_model(self) -> Model:
         return Model(
             {n: p.detach().clone() for n, p in self.module.named_parameters()},
-            {n: b.detach().clone() for n, b in self.module.named_buffers()},
+            {n: b.detach().clone() for n, b in self.module.named_buffers() if n not in self.drops},
         )
+
+    def for_stacks(self) -> "Task":
+        """The same, to be called inside torch.func.vmap, where only torch.func can differentiate."""
+        task = copy(self)
+        task.stacked = True
+        return task
 
     def outputs(self, params: Tree, buffers: Tree, x: Tensor, mode: Mode) -> Tensor:
         """F(theta; x). Except in `eval` mode `buffers` are updated in place: hand in a copy.
 
         `batch_statistics` is `eval` (no dropout) but for batch norm, which uses the batch's own mean and variance."""
-        if mode != self._mode:
+        if self._mode != [mode]:
             self.module.train(mode == "train")
             for module in self.module.modules():
                 if mode == "batch_statistics" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.train()
-            self._mode = mode
-        outputs: Tensor = functional_call(self.module, (params, buffers), (x,), tie_weights=self._shares_weights)
+            self._mode[:] = [mode]
+        if KEY in buffers:
+            buffers = {n: b for n, b in buffers.items() if n != KEY} | {
+                name: mixed(buffers[KEY] ^ place) for name, place in self.drops.items()
+            }
+        with self._autocast(x.device):
+            outputs: Tensor = functional_call(self.module, (params, buffers), (x,), tie_weights=self._shares_weights)
+        if outputs.dtype == torch.bfloat16:
+            outputs = outputs.float()
         # A sequence model is read at its last position where a sample has a single label.
         return outputs[:, -1] if self._read_last and outputs.ndim == 3 else outputs
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Products in bfloat16 where that is asked for; parameters, sums and losses stay float32."""
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """One loss for each sample, or for each position of a sequence; 0 where that has no target."""
@@ -64,20 +97,30 @@ class Task:
             return nn.functional.cross_entropy(outputs.movedim(-1, 1), y, ignore_index=PAD, reduction="none")
         if self.classification:
             return nn.functional.cross_entropy(outputs, y, reduction="none")
-        return outputs.flatten(1).sum(1)
+        own = outputs.flatten(1).sum(1)
+        return torch.where(y == NOBODY, 0, own) if self.stacked else own
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The mean over a batch's samples, or over all targets of its sequences."""
         losses = self.losses(outputs, y)
-        return losses.sum() / self.count(y) if self.sequence else losses.mean()
+        return losses.sum() / self.count(y) if self.sequence or self.stacked else losses.mean()
 
     def count(self, y: Tensor) -> int | Tensor:
         """What a sum of losses is to be divided by."""
-        return (y != PAD).sum() if self.sequence else len(y)
+        if self.sequence:
+            return (y != PAD).sum()
+        return (y != NOBODY).sum() if self.stacked else len(y)
 
     def gradient(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tree, Tensor]:
         """(gradient, value) of the mean loss over a batch."""
         x, y = batch
+        if self.stacked:
+
+            def value(params: Tree, buffers: Tree) -> Tensor:
+                return self.loss(self.outputs(params, buffers, x, "train"), y)
+
+            grads, loss = grad_and_value(value)(params, buffers)
+            return grads, loss
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         loss = self.loss(self.outputs(leaves, buffers, x, "train"), y)
         return _gradients(loss, leaves), loss.detach()
@@ -106,9 +149,18 @@ class Task:
             seen = seen + self.count(y)
         return total / seen
 
-    def output_norm_gradient(self, model: Model, x: Tensor, mode: Mode) -> Tree:
-        """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was."""
+    def output_norm_gradient(self, model: Model, x: Tensor, mode: Mode, there: Tensor | None = None) -> Tree:
+        """Gradient of ||F(theta; x)||_2^2, the mean over the batch: no labels, and the model is left as it was.
+        `there` says which rows are samples, where not all are."""
         buffers = model.buffers if mode == "eval" else {n: b.clone() for n, b in model.buffers.items()}
+        if self.stacked:
+
+            def value(params: Tree, buffers: Tree) -> Tensor:
+                squares = self.outputs(params, buffers, x, mode).flatten(1).square().sum(1)
+                return squares.mean() if there is None else torch.where(there, squares, 0).sum() / there.sum()
+
+            result: Tree = grad(value)(model.params, buffers)
+            return result
         leaves = {n: p.detach().requires_grad_() for n, p in model.params.items()}
         outputs = self.outputs(leaves, buffers, x, mode)
         return _gradients(outputs.flatten(1).square().sum(1).mean(), leaves)

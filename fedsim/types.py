@@ -118,6 +118,16 @@ class Client(Protocol):
         """Whether the method is about each client's own model, which is then evaluated too."""
         ...
 
+    @property
+    def extra_batches(self) -> int:
+        """How many batches of `data.extra` a step takes beside its own (Per-FedAvg)."""
+        ...
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether `finish` goes over the client's data again."""
+        ...
+
     def check(self, optimizer: ClientOptimizer) -> None:
         """Refuse a client optimizer that the rule's derivation excludes."""
         ...
@@ -157,9 +167,15 @@ class Client(Protocol):
 class Probe:
     """What an aggregator has every client measure at the broadcast model, on its unlabelled subset B_k."""
 
-    measure: Callable[["Task", Model, Iterator[Tensor]], Tree]
+    step: Callable[["Task", Model, Tree, Tensor, "Tensor | None"], Tree]
+    """What is known after a batch, from what was known before it (zeros at first). The last argument says which rows
+    of the batch are samples, where not all are."""
+    end: Callable[[Tree, "int | Tensor"], Tree]
+    """What is sent, after so many batches (1 at least)."""
     batch_size: int | None
     """None: the batch size the client trains with."""
+    mixes: bool
+    """Whether it reads batch norm with the batch's own statistics."""
 
 
 @dataclass(frozen=True)

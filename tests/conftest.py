@@ -27,8 +27,10 @@ os.environ["FEDSIM_CACHE"] = cache.name
 
 
 def config(*overrides: str) -> dict[str, Any]:
-    """The resolved configuration of a command line."""
+    """The resolved configuration of a command line; with the reference engine, where none is named."""
     register_resolvers([])
+    if not any(o.startswith("engine=") for o in overrides):
+        overrides = (*overrides, "engine=sequential")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         resolved = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(resolved, dict)

@@ -16,7 +16,7 @@ from fedsim.aggregator.fedavg import FedAvg
 from fedsim.aggregator.fednnnn import FedNNNN
 from fedsim.aggregator.momentum import Momentum
 from fedsim.aggregator.norm_norm import NormNorm
-from fedsim.cohort import Cohort, CohortSum
+from fedsim.cohort import Cohort, CohortSum, upload
 from fedsim.layers import Layers
 from fedsim.local import LocalResult
 from fedsim.types import Model
@@ -39,7 +39,7 @@ def cohort_of(
     total = CohortSum(work, len(updates))
     for k, (d, w) in enumerate(zip(updates, weights, strict=True)):
         own = buffers[k] if buffers else {}
-        total.add(k, w, LocalResult(d, own, None, torch.tensor(float(k)), None))
+        total.add(k, w, upload(work, LocalResult(d, own, None, torch.tensor(float(k)), None)))
     return total.result()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedsim.aggregator.elastic import Elastic
 from fedsim.cohort import Cohort
 from fedsim.data import Dataset
-from fedsim.local import train
+from fedsim.local import measure, train
 from fedsim.runner import initial_state, weights
 from fedsim.task import Task
 from fedsim.types import Model
@@ -48,8 +48,8 @@ def test_sensitivity_by_hand() -> None:
     task, _, _ = linear_task(1, 1)
     model = Model({"weight": torch.tensor([[2.0]]), "bias": torch.zeros(1)}, {})
     batches = [torch.tensor([[1.0]]), torch.tensor([[2.0]]), torch.tensor([[1.0], [3.0]])]
-    assert elastic(mu=0.5).measure(task, model, iter(batches))["weight"].item() == 14.5
-    average = elastic(sensitivity="average").measure(task, model, iter(batches))
+    assert measure(elastic(mu=0.5).probe, task, model, iter(batches))["weight"].item() == 14.5
+    average = measure(elastic(sensitivity="average").probe, task, model, iter(batches))
     assert average["weight"].item() == pytest.approx(40 / 3)
 
 
@@ -65,12 +65,12 @@ def test_sensitivity_against_numpy(sizes: list[int], mu: float, seed: int) -> No
     batches = [np.random.default_rng(seed + i).normal(size=(n, 4)) for i, n in enumerate(sizes)]
     tensors = [torch.tensor(b, dtype=torch.float32) for b in batches]
     expected = reference.sensitivity(params, batches, mu)
-    found = elastic(mu=mu).measure(task, model, iter(tensors))
+    found = measure(elastic(mu=mu).probe, task, model, iter(tensors))
     assert np.allclose(found["weight"], expected["W"], rtol=1e-4, atol=1e-6)
     assert np.allclose(found["bias"], expected["b"], rtol=1e-4, atol=1e-6)
     if batches:
         expected = reference.average_sensitivity(params, batches)
-        found = elastic(sensitivity="average").measure(task, model, iter(tensors))
+        found = measure(elastic(sensitivity="average").probe, task, model, iter(tensors))
         assert np.allclose(found["weight"], expected["W"], rtol=1e-4, atol=1e-6)
         assert np.allclose(found["bias"], expected["b"], rtol=1e-4, atol=1e-6)
 
@@ -218,7 +218,7 @@ def test_batch_norm_sensitivities_leave_the_model_alone() -> None:
     results = {}
     for mode in ("running", "batch"):
         x = list(exp.data.sensitivity_batches(0, 2))
-        results[mode] = elastic(batch_norm=mode).measure(exp.task, model, iter(x))
+        results[mode] = measure(elastic(batch_norm=mode).probe, exp.task, model, iter(x))
         for name, buffer in model.buffers.items():
             assert torch.equal(buffer, before[name])
     assert not torch.allclose(results["running"]["0.weight"], results["batch"]["0.weight"])
@@ -229,7 +229,7 @@ def test_the_sensitivity_pass_never_drops_out() -> None:
     exp = experiment("dataset=mnist5k", "model=cnn_emnist", "partition.num_clients=400")
     model, x = exp.task.initial_model(), list(exp.data.sensitivity_batches(0, 4))
     rule = elastic(batch_norm="batch")
-    once, again = (rule.measure(exp.task, model, iter(x)) for _ in range(2))
+    once, again = (measure(rule.probe, exp.task, model, iter(x)) for _ in range(2))
     for name, omega in once.items():
         assert torch.equal(omega, again[name])
 

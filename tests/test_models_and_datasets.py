@@ -9,6 +9,7 @@ from torch import nn
 from fedsim.check import InputError
 from fedsim.dataset.mnist5k import mnist5k
 from fedsim.dataset.synthetic import mixture
+from fedsim.model.dropout import Dropout
 
 
 def model(name: str, shape: tuple[int, ...], classes: int, *overrides: str) -> nn.Module:
@@ -29,7 +30,7 @@ def in_words(module: nn.Module, padding: bool = False) -> str:
                 return f"{m.in_features}>{m.out_features}"
             case nn.MaxPool2d():
                 return f"max{m.kernel_size}"
-            case nn.Dropout():
+            case Dropout():
                 return f"drop{m.p:g}".replace("0.", ".")
         return {"ReLU": "relu", "BatchNorm2d": "bn", "Flatten": "flat"}[type(m).__name__]
 

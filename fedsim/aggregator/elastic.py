@@ -10,7 +10,6 @@ for each batch x of B_k (Eq. 5, Algorithm 1):
     Omega = sum_k w_k Omega_k ,   zeta = 1 + tau - Omega / max_layer(Omega) ,   direction = zeta * sum_k w_k delta_k
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -49,22 +48,18 @@ class Elastic(FedAvg):
 
     @property
     def probe(self) -> Probe:
-        return Probe(self.measure, self.batch_size)
+        return Probe(self.measure, self.measured, self.batch_size, self.batch_norm == "batch")
 
-    def measure(self, task: Task, model: Model, batches: Iterator[Tensor]) -> Tree:
-        """Omega_k, one value for each scalar parameter."""
+    def measure(self, task: Task, model: Model, omega: Tree, x: Tensor, there: Tensor | None = None) -> Tree:
+        """Omega_k after one more batch, one value for each scalar parameter."""
         mode: Mode = "eval" if self.batch_norm == "running" else "batch_statistics"
-        omega, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
-        for x in batches:
-            g = task.output_norm_gradient(model, x, mode)
-            if self.sensitivity == "momentum":
-                omega = {n: self.mu * o + (1 - self.mu) * g[n].abs() for n, o in omega.items()}
-            else:
-                omega = {n: o + g[n].abs() for n, o in omega.items()}
-            count += 1
-        if self.sensitivity == "average" and count > 1:
-            omega = {n: o / count for n, o in omega.items()}
-        return omega
+        g = task.output_norm_gradient(model, x, mode, there)
+        if self.sensitivity == "momentum":
+            return {n: self.mu * o + (1 - self.mu) * g[n].abs() for n, o in omega.items()}
+        return {n: o + g[n].abs() for n, o in omega.items()}
+
+    def measured(self, omega: Tree, batches: int | Tensor) -> Tree:
+        return omega if self.sensitivity == "momentum" else {n: o / batches for n, o in omega.items()}
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
         return self.scaled(cohort.delta, self.zeta(cast(Tree, cohort.measured)))

@@ -25,6 +25,10 @@ class LoAdaBoost(Sgd):
         if self.epochs % 2:
             raise check.BadValue("epochs", self.epochs, "must be even: training starts with E/2")
 
+    @property
+    def looks_back(self) -> bool:
+        return True
+
     def init(self, params: Tree) -> State:
         return {"median": {"loss": torch.full((), torch.inf, device=next(iter(params.values())).device)}}
 

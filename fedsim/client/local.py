@@ -8,7 +8,16 @@ from fedsim.types import Adaptation, ClientOptimizer, Context, Finished, Model
 
 
 @dataclass(frozen=True)
-class Local(Sgd):
+class Own(Sgd):
+    """Begins with the client's own model."""
+
+    def start(self, context: Context) -> Model:
+        own = context.own
+        return Model(own["params"], own.get("buffers", {})) if "params" in own else context.model
+
+
+@dataclass(frozen=True)
+class Local(Own):
     @property
     def traffic(self) -> tuple[int, int]:
         return 0, 0
@@ -17,14 +26,9 @@ class Local(Sgd):
     def personal(self) -> bool:
         return True
 
-    def start(self, context: Context) -> Model:
-        own = context.own
-        return Model(own["params"], own.get("buffers", {})) if "params" in own else context.model
-
     def finish(self, model: Model, steps: int, context: Context) -> Finished:
-        if not steps:  # only looked at, for evaluation
-            return Finished(model)
         return Finished(context.model, kept={"params": model.params, "buffers": model.buffers})
 
     def adaptation(self, optimizer: ClientOptimizer, lr: float) -> Adaptation:
-        return Adaptation(self, optimizer, lr, steps=0)
+        """There is nothing to adapt: the client's model, as it is."""
+        return Adaptation(Own(self.epochs, self.batch_size), optimizer, lr, steps=0)

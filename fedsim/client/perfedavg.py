@@ -38,6 +38,10 @@ class PerFedAvg(Sgd):
     def personal(self) -> bool:
         return True
 
+    @property
+    def extra_batches(self) -> int:
+        return 1 if self.variant == "first_order" else 2
+
     def gradient(self, task: Task, params: Tree, buffers: Tree, batch: Batch, context: Context) -> tuple[Tree, Tensor]:
         def at(w: Tree, drawn: Batch) -> Tree:
             return task.gradient(w, {n: b.clone() for n, b in buffers.items()}, drawn)[0]

@@ -54,9 +54,11 @@ class PFedMe(Sgd):
             g, loss = task.gradient(theta, seen, batch)
             first = loss if step == 0 else first
             g = {n: t + self.lambda_ * (theta[n] - w[n]) for n, t in g.items()}
-            if self.tolerance and torch.stack([t.square().sum() for t in g.values()]).sum() <= self.tolerance**2:
-                break
-            theta = {n: t - self.inner_lr * g[n] for n, t in theta.items()}
+            new = {n: t - self.inner_lr * g[n] for n, t in theta.items()}
+            if self.tolerance:  # said by the device to itself: from here on nothing moves any more
+                far = torch.stack([t.square().sum() for t in g.values()]).sum() > self.tolerance**2
+                new = {n: torch.where(far, t, theta[n]) for n, t in new.items()}
+            theta = new
         return theta, first
 
     def finish(self, model: Model, steps: int, context: Context) -> Finished:

@@ -34,6 +34,10 @@ class Scaffold(Sgd):
     def traffic(self) -> tuple[int, int]:
         return 2, 2  # x and c; delta and c_i's change
 
+    @property
+    def looks_back(self) -> bool:
+        return self.option == 1
+
     def check(self, optimizer: ClientOptimizer) -> None:
         """(x - y) / (K eta) is the mean of the gradients only where every step is eta times one of them."""
         if self.option == 2 and not (isinstance(optimizer, PlainSgd) and optimizer.momentum == 0):

@@ -34,6 +34,14 @@ class Sgd:
     def personal(self) -> bool:
         return False
 
+    @property
+    def extra_batches(self) -> int:
+        return 0
+
+    @property
+    def looks_back(self) -> bool:
+        return False
+
     def check(self, optimizer: ClientOptimizer) -> None:
         pass
 

@@ -1,26 +1,33 @@
 """One client after another: the reference that every other engine is measured against."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fedsim import check
 from fedsim.cohort import Cohort, CohortSum
-from fedsim.local import train
+from fedsim.engine.allocator import keep_freed_memory
+from fedsim.engine.pool import Job
+from fedsim.engine.process import OneClient
 from fedsim.types import Work
 
 
 @dataclass(frozen=True)
 class Sequential:
     threads: int
+    compile: bool | str
+    _do: list[OneClient] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check.integer("threads", self.threads, ge=1, le=1024)
+        check.automatic("compile", self.compile)
+        self._do.append(OneClient(self.compile is True))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
+        keep_freed_memory()
         torch.set_num_threads(self.threads)
         total = CohortSum(work, len(clients))
         for client, weight in zip(clients, weights, strict=True):
-            total.add(client, weight, train(work, client))
+            total.add(client, weight, self._do[0](work, Job([client], [weight])))
         return total.result()

@@ -3,6 +3,7 @@
 from torch import nn
 
 from fedsim import check
+from fedsim.model.dropout import Dropout
 
 
 def needs_images(name: str, input_shape: tuple[int, ...], smallest: int) -> tuple[int, int, int]:
@@ -67,11 +68,11 @@ class CnnEmnist(nn.Sequential):
             nn.Conv2d(32, 64, 3),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Dropout(0.25 if dropout else 0.0),
+            Dropout(0.25 if dropout else 0.0),
             nn.Flatten(),
             nn.Linear(64 * ((h - 4) // 2) * ((w - 4) // 2), 128),
             nn.ReLU(),
-            nn.Dropout(0.5 if dropout else 0.0),
+            Dropout(0.5 if dropout else 0.0),
             nn.Linear(128, num_classes),
         )
 

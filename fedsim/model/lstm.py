@@ -35,6 +35,8 @@ class Lstm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, inputs] -> [B, T, hidden], from a state of zeros."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.lstm has no rule for vmap
+            return self._step_by_step(x)
         weights = [self.input_weight, self.recurrent_weight, self.bias, torch.zeros_like(self.bias)]
         state = x.new_zeros(1, len(x), self.hidden)
         # nn.LSTM's own kernel: a loop of matrix products in Python takes up to 2.6 times as long on a CPU. Always as in
@@ -50,6 +52,18 @@ class Lstm(nn.Module):
             bidirectional=False,
             batch_first=True,
         )[0]
+
+
+    def _step_by_step(self, x: Tensor) -> Tensor:
+        """The same in plain operations."""
+        drive, states = x @ self.input_weight.T + self.bias, []
+        h = c = torch.zeros_like(drive[:, 0, : self.hidden])
+        for t in range(x.shape[1]):
+            i, f, g, o = (drive[:, t] + h @ self.recurrent_weight.T).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            states.append(h)
+        return torch.stack(states, 1)
 
 
 class LstmShakespeare(nn.Module):

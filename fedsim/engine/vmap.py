@@ -1,0 +1,94 @@
+"""Many clients as one tensor program: for models whose arithmetic is small beside the calls it takes, and for GPUs.
+
+The cohort is cut into stacks of clients (`stack.py`), and each stack is added to the sums as it is done, so that memory
+does not grow with the cohort. Where it is cut does not depend on how many workers there are.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fedsim import check, stack
+from fedsim.cohort import Cohort, CohortSum, Partial, Upload
+from fedsim.engine.allocator import keep_freed_memory
+from fedsim.engine.pool import Job, Pool
+from fedsim.engine.process import kept
+from fedsim.program import Program
+from fedsim.types import Work
+
+CACHE_MB, GPU_MB = 2, 512
+"""Parameters stacked at a time: on a CPU what its cache holds beside gradients and samples."""
+
+
+@dataclass(frozen=True)
+class Vmap:
+    memory: float | None
+    workers: int | None
+    threads: int
+    compile: bool | str
+    _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
+    _do: list["OneStack"] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            check.number("memory", self.memory, gt=0)
+        if self.workers is not None:
+            check.integer("workers", self.workers, ge=1, le=1024)
+        check.integer("threads", self.threads, ge=1, le=1024)
+        check.automatic("compile", self.compile)
+
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
+        keep_freed_memory()
+        torch.set_num_threads(self.threads)
+        if not self._do:
+            self._do.append(OneStack(stack_size(work, self.memory), self.compile is True))
+        total, weight = CohortSum(work, len(clients)), dict(zip(clients, weights, strict=True))
+        stacks = stack.cut(work, clients, self._do[0].size)
+        jobs = [Job(members, [weight[k] for k in members], len(clients)) for members in stacks]
+        alone: dict[int, Upload] = {}
+        for members, done in zip(stacks, self._done(work, jobs), strict=True):
+            if isinstance(done, Partial):
+                total.merge(done)
+            else:
+                alone |= zip(members, done, strict=True)
+        for client in sorted(alone):
+            total.add(client, weight[client], alone[client])
+        return total.result()
+
+    def _done(self, work: Work, jobs: Sequence[Job]) -> Iterator[Partial | list[Upload]]:
+        workers = self.workers or 1
+        if workers == 1:
+            yield from (self._do[0](work, job) for job in jobs)
+            return
+        if not self._pools:
+            self._pools.append(Pool(workers, self.threads, work, self._do[0]))
+        for done in self._pools[0].run(work, jobs):
+            if isinstance(done, Partial):
+                yield replace(done, states={k: kept(s) or {} for k, s in done.states.items()})
+            else:
+                yield [replace(one, state=kept(one.state)) for one in done]
+
+
+def stack_size(work: Work, memory: float | None) -> int:
+    """How many clients' parameters fit into so many MiB."""
+    params = work.model.params.values()
+    budget = memory or (CACHE_MB if next(iter(params)).device.type == "cpu" else GPU_MB)
+    return max(int(budget * 2**20 / sum(p.numel() * p.element_size() for p in params)), 1)
+
+
+@dataclass
+class OneStack:
+    """What is done with a job of several clients: their sums or, for those who must see them so, each one's upload."""
+
+    size: int
+    compile: bool
+    program: Program | None = None
+
+    def __call__(self, work: Work, job: Job) -> Partial | list[Upload]:
+        if self.program is None:
+            self.program = Program(work, stacked=True, compile=self.compile)
+        done = stack.train(work, job.clients, self.program, self.size)
+        if work.individual or (work.privacy is not None and work.privacy.active):
+            return list(stack.apart(done))
+        return stack.summed(job.clients, job.weights, job.cohort, done)
