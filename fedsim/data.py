@@ -62,7 +62,7 @@ class Dataset:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Model inputs from stored samples: float32, standardised; or token numbers."""
-        return x.long() if self.tokens else x.to(torch.float32) * self.scale + self.shift
+        return x.long() if self.tokens else (x.to(torch.float32) * self.scale).add_(self.shift)
 
     def population(self, positions: np.ndarray) -> "Population":
         """The training samples at some positions, as a partition sees them."""
@@ -134,7 +134,7 @@ class Split:
     def num_clients(self) -> int:
         return len(self.held)
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """|D_k| of every client."""
         return np.asarray(np.diff(self.offsets) - self.held)
@@ -173,7 +173,7 @@ class FederatedData:
     def num_clients(self) -> int:
         return self.split.num_clients
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """How many samples every client trains on: |D_k|, and its portion of G."""
         return self.split.sizes + self.portion

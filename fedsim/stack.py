@@ -129,16 +129,16 @@ def cut_into_steps(orders: Sequence[Sequence[np.ndarray]], width: int) -> np.nda
 def gathered(dataset: Dataset, positions: np.ndarray, crops: np.ndarray | None = None) -> Batch:
     """x and y, [S, K, B, ...], of samples at positions [S, K, B]."""
     stored, labels = dataset.train_x, dataset.train_y
-    index = torch.from_numpy(positions).to(labels.device)
-    flat = index.clamp_min(0).view(-1)
+    padded = bool((positions < 0).any())
+    flat = torch.from_numpy(np.maximum(positions, 0) if padded else positions).to(labels.device).view(-1)
     x = stored.flatten(1).index_select(0, flat).view(-1, *stored.shape[1:])  # copies whole rows, unlike stored[flat]
     if crops is not None:
         x = crop_and_flip(x, torch.from_numpy(crops).to(labels.device).clamp_min(0).view(-1, crops.shape[-1]))
-    y = labels.index_select(0, flat).view(*index.shape, *labels.shape[1:])
-    if (positions < 0).any():
-        nobody = PAD if dataset.sequence else NOBODY
-        y = y.masked_fill((index < 0).view(*index.shape, *(1,) * (labels.ndim - 1)), nobody)
-    return dataset.inputs(x).view(*index.shape, *stored.shape[1:]), y
+    y = labels.index_select(0, flat).view(*positions.shape, *labels.shape[1:])
+    if padded:
+        nobody = torch.from_numpy(positions < 0).to(labels.device).view(*positions.shape, *(1,) * (labels.ndim - 1))
+        y = y.masked_fill(nobody, PAD if dataset.sequence else NOBODY)
+    return dataset.inputs(x).view(*positions.shape, *stored.shape[1:]), y
 
 
 def groups(sizes: np.ndarray, exact: bool) -> list[np.ndarray]:
@@ -227,6 +227,10 @@ class Stack:
         data = cast(ClientData, Given(iter(()))) if place is None else self.data[place]
         return Context(task, self.work.model, self.work.shared, own, data, self.work.lr)
 
+    def _own(self, place: int) -> State:
+        state: State = at(self.own, place) if self.own else {}
+        return state
+
     def _model(self, place: int) -> Model:
         return Model(at(self.carry.params, place), at(self.carry.buffers, place))
 
@@ -237,7 +241,7 @@ class Stack:
         def loss_of(place: int) -> Callable[[], float]:
             return lambda: self.work.task.mean_loss(self._model(place), self.data[place]).item()
 
-        plans = [rule.plan(self._context(at(self.own, k), k), loss_of(k)) for k in range(len(self.clients))]
+        plans = [rule.plan(self._context(self._own(k), k), loss_of(k)) for k in range(len(self.clients))]
         drawn = [data.drawn() for data in self.data]
         while any(epochs := [next(plan, 0) for plan in plans]):
             block = self._block(epochs, drawn)
@@ -311,7 +315,7 @@ class Stack:
             return Finished(Model(*self.part((self.carry.params, self.carry.buffers))))
         if rule.looks_back:
             ends = [
-                rule.finish(self._model(k), steps, self._context(at(self.own, k), k))
+                rule.finish(self._model(k), steps, self._context(self._own(k), k))
                 for k, steps in enumerate(self.steps.tolist()[: len(self.clients)])
             ]
             return _finished(stacked([_parts(end) for end in ends]))

@@ -1,11 +1,14 @@
-"""How fast a round is: fedsim's engines and plain hand-written PyTorch loops on identical work, interleaved in one run.
+"""How fast a round is: fedsim's engines, plain hand-written PyTorch loops and rival simulators on identical work.
 
     python scripts/benchmark.py [W1 W3 ...] [--repeats 5] [--seconds 4] [--json FILE]        (also: make bench)
+    python scripts/benchmark.py --growth FOLDER | --profile                                  (pictures; shares of time)
 
 A plain loop trains one client after another on tensors in memory, resets the model in place and uses no DataLoader:
-in this process with as many threads as cores, and in as many processes as cores with one thread each. Numbers are
-medians of the repeats in rounds a second, and ratios to the better plain loop; machines are noisy, ratios less so.
-Where a dataset's files are not at $FEDSIM_DATA, tensors of its shape stand in, and the table says so.
+in this process with as many threads as cores, and in as many processes as cores with one thread each. Peers are those
+that are installed (`pip install "fedsim-lab[bench]"`), see peers.py. Every variant is a process of its own, and all
+take turns; numbers are medians of the repeats (of a peer's rounds) in rounds a second, and ratios to the better plain
+loop and to the best peer; machines are noisy, ratios less so. What is compiled or started before the first round is
+reported apart. Where a dataset's files are not at $FEDSIM_DATA, tensors of its shape stand in, and the table says so.
 """
 
 import argparse
@@ -14,9 +17,10 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,10 @@ from fedsim.data import PAD
 from fedsim.overrides import CONF
 from fedsim.runner import Experiment, RunState, initial_state, play
 
-COMMON = "aggregator=fedavg partition.sensitivity_fraction=0 schedule=constant client.epochs=1 eval.every=1000000"
+COMMON = (
+    "aggregator=fedavg partition.sensitivity_fraction=0 schedule=constant client.epochs=1 eval.every=1000000 "
+    "rounds=1000000"  # a long run, as engine=auto sees it
+)
 WORKLOADS = {
     "W1": (
         "MNIST, logistic 784-10, 1,000 x 60, 10 a round, batch 10",
@@ -214,19 +221,222 @@ def stand_in(name: str) -> Any:
     return own.custom("benchmark.made", {"name": name}, 0.1, False, 0)
 
 
-def measure(variants: dict[str, Round], repeats: int, seconds: float) -> dict[str, float]:
-    """Rounds a second of each: medians over repeats in which all take turns."""
-    number = dict.fromkeys(variants, 0)
-    rates: dict[str, list[float]] = {name: [] for name in variants}
-    for repeat in range(repeats + 1):  # the first warms up
-        for name, one in variants.items():
-            begun, played = time.perf_counter(), 0
-            while played == 0 or time.perf_counter() - begun < (seconds if repeat else 0.5):
-                one(number[name])
-                number[name], played = number[name] + 1, played + 1
-            if repeat:
-                rates[name].append(played / (time.perf_counter() - begun))
-    return {name: statistics.median(values) for name, values in rates.items()}
+CORES = os.cpu_count() or 1
+PLAIN = {f"plain, {CORES} threads": (Plain, CORES), f"plain, {CORES} processes": (PlainProcesses, CORES)}
+ENGINES = ("auto", "sequential")
+PEER_ROUNDS = {"W1": 200, "W2": 5, "W3": 6, "W4": 6, "W5": 5, "W6": 5}
+
+
+class Child:
+    """A variant in a process of its own, that plays when it is told to."""
+
+    def __init__(self, workload: str, variant: str) -> None:
+        command = [sys.executable, __file__, workload, "--serve", variant]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.about = self._answer()
+        self.rates: list[float] = []
+
+    def play(self, seconds: float) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{seconds}\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        self.about |= answer
+        self.rates.append(answer["rounds"] / answer["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a variant ended with {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+def serve(workload: str, variant: str) -> None:
+    """A child's life: build and warm up, then play for as many seconds as each line of the input says."""
+    overrides = WORKLOADS[workload][1].split()
+    exp, real = experiment(overrides, "sequential" if variant in PLAIN else variant.removeprefix("fedsim "))
+    begun = time.perf_counter()
+    if variant in PLAIN:
+        kind, number = PLAIN[variant]
+        one: Round = kind(exp, number)
+    else:
+        one = fedsim_rounds(exp)
+    one(0)
+    warm_up = time.perf_counter() - begun
+    one(1)
+    print(json.dumps({"real_data": real, "first_round_s": warm_up, "engine": exp.engine_choice}), flush=True)
+    number = 2
+    for line in sys.stdin:
+        begun, played = time.perf_counter(), 0
+        while played == 0 or time.perf_counter() - begun < float(line):
+            one(number)
+            number, played = number + 1, played + 1
+        seconds = time.perf_counter() - begun
+        print(json.dumps({"rounds": played, "seconds": seconds, "peak_mb": peak_mb(os.getpid())}), flush=True)
+
+
+def peak_mb(root: int) -> int:
+    """The peaks of a process and of all that descend from it, added up; pages that they share count in each."""
+    parent, peak = {}, {}
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        except OSError:  # it has just ended
+            continue
+        pid = int(lines["Pid"])
+        parent[pid], peak[pid] = int(lines["PPid"]), int(lines.get("VmHWM", "0 kB").split()[0])
+
+    def descends(pid: int) -> bool:
+        return pid == root or (pid in parent and descends(parent[pid]))
+
+    if not peak:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return sum(kb for pid, kb in peak.items() if descends(pid)) // 1024
+
+
+def peer(name: str, workload: str) -> dict[str, Any]:
+    """What peers.py measures of one."""
+    rounds = PEER_ROUNDS[workload]
+    command = [sys.executable, str(Path(__file__).parent / "peers.py"), name, workload, "--rounds", str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {"missing": f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def measure(workload: str, repeats: int, seconds: float, peers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Every variant's numbers: all take turns, the peers in the middle."""
+    children = {v: Child(workload, v) for v in (*(f"fedsim {e}" for e in ENGINES), *PLAIN)}
+    found: dict[str, dict[str, Any]] = {}
+    for repeat in range(repeats):
+        for child in children.values():
+            child.play(seconds)
+        if repeat == repeats // 2:
+            found = {name: peer(name, workload) for name in peers}
+    for name, child in children.items():
+        child.end()
+        found[name] = child.about | {"rounds_per_s": statistics.median(child.rates)}
+    for about in found.values():
+        if "round_s" in about:
+            about["rounds_per_s"] = 1 / statistics.median(about.pop("round_s"))
+    return found
+
+
+def gemm_rate() -> float:
+    """GFLOP/s of one core on a large product."""
+    torch.set_num_threads(1)
+    a, times = torch.randn(1024, 1024), []
+    for _ in range(10):
+        begun = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - begun)
+    return 2 * 1024**3 / statistics.median(times) / 1e9
+
+
+KINDS = {
+    "convolution": ("convolution", "conv"),
+    "matrix product": ("mm", "addmm", "bmm", "baddbmm", "mkldnn_rnn", "linear"),
+    "fused elementwise": ("cpp_fused",),
+}
+
+
+def profile(workload: str) -> dict[str, Any]:
+    """Where a round's time goes, in one process, and how far the arithmetic is from the GEMM rate."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch._inductor.config.cpp.enable_kernel_profile = True
+    overrides = WORKLOADS[workload][1].split()
+    exp, _ = experiment([*overrides, "engine.workers=1"], "auto")
+    choice = dict(exp.engine_choice)
+    if choice["name"] == "process":  # what each of its workers does
+        exp, _ = experiment([*overrides, f"engine.compile={str(choice['compile']).lower()}"], "sequential")
+    plain, _ = experiment(overrides, "sequential")
+    counter = FlopCounterMode(display=False)
+    with counter:
+        play(plain, initial_state(plain))
+    state, _, _ = play(exp, initial_state(exp))
+    state, _, _ = play(exp, state)
+    begun = time.perf_counter()
+    play(exp, state)
+    seconds = time.perf_counter() - begun
+    with record(activities=[ProfilerActivity.CPU]) as trace:
+        play(exp, state)
+    shares = dict.fromkeys((*KINDS, "other operations"), 0.0)
+    for event in trace.key_averages():
+        name = event.key.removeprefix("aten::")
+        kind = next((k for k, words in KINDS.items() if any(w in name.split("_") or w in name for w in words)), None)
+        if kind is None and not event.key.startswith(("aten::", "autograd::")):
+            continue  # Python's own, which is what is left at the end
+        shares[kind or "other operations"] += event.self_cpu_time_total / 1e6
+    busy = sum(shares.values())
+    total = max(seconds, busy)
+    flops = counter.get_total_flops()
+    return {
+        "round_s": seconds,
+        "shares": {k: v / total for k, v in shares.items()} | {"Python and the rest": 1 - busy / total},
+        "gflop": flops / 1e9,
+        "gflop_per_s": flops / seconds / 1e9,
+        "gemm_gflop_per_s": gemm_rate(),
+    }
+
+
+GROWTH = "dataset=synthetic model=logistic partition=iid client.batch_size=10"
+
+
+def grown(clients: int, total: int, engine: str) -> dict[str, float]:
+    """Seconds a round and peak memory, in a process of its own: logistic regression, 20 samples a client."""
+    command = [sys.executable, __file__, "--grown", str(clients), str(total), engine]
+    answer: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return answer
+
+
+def play_grown(clients: int, total: int, engine: str) -> None:
+    samples = max(20 * total, 20_000)
+    keys = f"{GROWTH} dataset.train_samples={samples} partition.num_clients={total}"
+    exp, _ = experiment([*keys.split(), f"participation.clients_per_round={clients}"], engine)
+    state, times = initial_state(exp), []
+    for _ in range(2 + max(5, min(200, 2000 // clients))):
+        begun = time.perf_counter()
+        state, _, _ = play(exp, state)
+        times.append(time.perf_counter() - begun)
+    print(json.dumps({"round_s": statistics.median(times[2:]), "peak_mb": peak_mb(os.getpid())}))
+
+
+def growth(folder: Path) -> None:
+    """Two pictures and their numbers: against clients a round, and against all clients."""
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    sweeps: dict[str, list[tuple[int, int]]] = {
+        "clients a round": [(n, 2000) for n in (10, 20, 50, 100, 200, 500, 1000, 2000)],
+        "clients in all": [(10, 10**n) for n in (3, 4, 5, 6)],
+    }
+    table: dict[str, Any] = {}
+    for title, points in sweeps.items():
+        figure, (times, memory) = plt.subplots(1, 2, figsize=(9, 3.4))
+        for engine in ENGINES:
+            rows = [grown(clients, total, engine) for clients, total in points]
+            x = [clients if title == "clients a round" else total for clients, total in points]
+            table[f"{title}, {engine}"] = dict(zip(map(str, x), rows, strict=True))
+            times.loglog(x, [1e3 * row["round_s"] for row in rows], "o-", label=engine)
+            memory.semilogx(x, [row["peak_mb"] for row in rows], "o-", label=engine)
+        for axes, label in ((times, "ms a round"), (memory, "peak memory, MB")):
+            axes.set_xlabel(title)
+            axes.set_ylabel(label)
+            axes.legend(frameon=False)
+        memory.set_ylim(bottom=0)
+        figure.tight_layout()
+        figure.savefig(folder / f"{title.replace(' ', '_')}.png", dpi=120)
+    (folder / "growth.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
 def main() -> None:
@@ -234,35 +444,67 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="W", help=f"of {', '.join(WORKLOADS)}; all, if none is given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of each variant in each repeat")
+    parser.add_argument("--peers", nargs="*", default=["pfl", "flower", "fluke"], help="to compare with, if installed")
     parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--growth", type=Path, metavar="FOLDER", help="draw time and memory against clients instead")
+    parser.add_argument("--profile", action="store_true", help="say where a round's time goes instead")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--grown", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := set(given.workloads) - set(WORKLOADS):
         parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(WORKLOADS)}")
-    cores = os.cpu_count() or 1
-    table = Table(
-        "", "variant", "rounds/s", "to the better plain loop", title=f"{cores} cores, torch {torch.__version__}"
-    )
-    results: dict[str, Any] = {"date": str(date.today()), "machine": platform.processor(), "cores": cores}
+    if given.serve:
+        serve(given.workloads[0], given.serve)
+    elif given.grown:
+        play_grown(int(given.grown[0]), int(given.grown[1]), given.grown[2])
+    elif given.growth:
+        growth(given.growth)
+    else:
+        tell(given)
+
+
+def tell(given: argparse.Namespace) -> None:
+    """The tables, as text and JSON."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    results: dict[str, Any] = {
+        "date": str(date.today()),
+        "machine": platform.processor() or platform.machine(),
+        "cores": CORES,
+        "torch": torch.__version__,
+    }
     for name in given.workloads or WORKLOADS:
-        title, overrides = WORKLOADS[name]
-        variants: dict[str, Round] = {}
-        for engine in sorted(path.stem for path in (CONF / "engine").glob("*.yaml")):
-            exp, real = experiment(overrides.split(), engine)
-            variants[f"fedsim {engine}"] = fedsim_rounds(exp)
-        plain, _ = experiment(overrides.split(), "sequential")
-        variants[f"plain, {cores} threads"] = Plain(plain, cores)
-        other, _ = experiment(overrides.split(), "sequential")
-        variants[f"plain, {cores} processes"] = PlainProcesses(other, cores)
-        rates = measure(variants, given.repeats, given.seconds)
-        best = max(rate for variant, rate in rates.items() if variant.startswith("plain"))
-        for variant, rate in rates.items():
-            table.add_row(name, variant, f"{rate:.3g}", f"{rate / best:.2f}")
-        table.add_row(name, title + ("" if real else " (made-up data)"), "", "", end_section=True)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-        results[name] = {"title": title, "real_data": real, "rounds_per_s": rates, "peak_mb_so_far": peak}
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
+        title, _ = WORKLOADS[name]
+        if given.profile:
+            results[name] = {"title": title, **profile(name)}
+            console.print(name, results[name])
+        else:
+            found = measure(name, given.repeats, given.seconds, given.peers)
+            results[name] = {"title": title, "variants": found}
+            console.print(as_table(f"{name}: {title}", found))
+        if given.json:
+            given.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def as_table(title: str, found: dict[str, dict[str, Any]]) -> Table:
+    made_up = "" if found[f"fedsim {ENGINES[0]}"]["real_data"] else " (made-up data)"
+    rates = {v: about["rounds_per_s"] for v, about in found.items() if "rounds_per_s" in about}
+    plain = max(rate for v, rate in rates.items() if v in PLAIN)
+    rival = max((rates[v] for v in rates if v not in PLAIN and not v.startswith("fedsim")), default=None)
+    table = Table("variant", "rounds/s", "to plain", "to peer", "first round s", "peak MB", title=title + made_up)
+    for variant, about in found.items():
+        if variant not in rates:
+            table.add_row(variant, "", "", "", "", about["missing"])
+            continue
+        rate, how = rates[variant], about.get("engine")
+        label = (
+            f"{variant} ({how['name']}{', compiled' if how['compile'] else ''})"
+            if how and "fedsim" in variant
+            else variant
+        )
+        to_peer = f"{rate / rival:.2f}" if rival else ""
+        first = f"{about['first_round_s']:.1f}" if "first_round_s" in about else ""
+        table.add_row(label, f"{rate:.3g}", f"{rate / plain:.2f}", to_peer, first, str(about["peak_mb"]))
+    return table
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def machine() -> dict[str, str]:
 def curve(arguments: list[str]) -> pd.DataFrame:
     """metrics.csv of a fresh run, as text, without the column that no two runs share."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "fedsim", *arguments, "engine=sequential", "device=cpu"], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "fedsim", *arguments, "engine=sequential", "device=cpu"], cwd=folder, check=True
+        )
         (file,) = Path(folder).glob("outputs/*/metrics.csv")
         return pd.read_csv(file, dtype=str, keep_default_na=False).drop(columns="time/round_s")
 

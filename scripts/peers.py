@@ -16,17 +16,15 @@ import copy
 import itertools
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import WORKLOADS, experiment
+from benchmark import WORKLOADS, experiment, peak_mb
 from torch import Tensor, nn
 
 from fedsim.data import PAD
@@ -99,28 +97,10 @@ class Clock:
             self.peak_mb = peak_mb(self.root)
 
     @property
-    def seconds(self) -> float:
+    def rounds_s(self) -> list[float]:
+        """Of each timed round."""
         assert len(self.ends) == WARM_UP + self.rounds, f"{len(self.ends)} rounds were played"
-        return self.ends[-1] - self.ends[WARM_UP - 1]
-
-
-def peak_mb(root: int) -> int:
-    """The peaks of a process and of all that descend from it, added up; pages that they share count in each."""
-    parent, peak = {}, {}
-    for path in Path("/proc").glob("[0-9]*/status"):
-        try:
-            lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        except OSError:  # it has just ended
-            continue
-        pid = int(lines["Pid"])
-        parent[pid], peak[pid] = int(lines["PPid"]), int(lines.get("VmHWM", "0 kB").split()[0])
-
-    def descends(pid: int) -> bool:
-        return pid == root or (pid in parent and descends(parent[pid]))
-
-    if not peak:  # not Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return sum(kb for pid, kb in peak.items() if descends(pid)) // 1024
+        return [end - begin for begin, end in itertools.pairwise(self.ends[WARM_UP - 1 :])]
 
 
 def pfl(workload: str, rounds: int, clock: Clock) -> str:
@@ -321,7 +301,7 @@ def main() -> None:
         "version": metadata.version(distribution),
         "workload": given.workload,
         "rounds": given.rounds,
-        "seconds": clock.seconds,
+        "round_s": clock.rounds_s,
         "peak_mb": clock.peak_mb,
         "how": how,
     }

@@ -83,8 +83,8 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
             raise check.InputError(f"engine=vmap cannot train this model: {reason}; use engine=process")
         size, workers, calls = plan_of_stacks(engine, work, extent)
         compiles = settled_compile(engine.compile, work, calls, before)
-        settled: Engine = replace(engine, workers=workers, compile=compiles)
-        return settled, {"name": name, "stack": min(size, extent.clients), "workers": workers, "compile": compiles}
+        settled: Engine = replace(engine, workers=workers, compile=compiles, stack=size)
+        return settled, {"name": name, "stack": size, "workers": workers, "compile": compiles}
     assert isinstance(engine, Sequential | Process)
     workers = 1
     if isinstance(engine, Process):
@@ -112,7 +112,7 @@ def chosen(engine: Auto, work: Work, extent: Extent) -> str:
 def plan_of_stacks(engine: Auto | Vmap, work: Work, extent: Extent) -> tuple[int, int, float]:
     """(clients in a stack, workers, calls of a program in each worker). A GPU is kept busy by one process; on a CPU
     more of them pay where their round is longer than their messages."""
-    size = stack_size(work, engine.memory)
+    size = stack_size(work, engine.memory, extent.clients)
     stacks = -(-extent.clients // size)
     many = on_cpu(work) and long_round(work, extent)
     workers = engine.workers or (min(stacks, os.cpu_count() or 1) if many else 1)

@@ -27,6 +27,8 @@ class Vmap:
     workers: int | None
     threads: int
     compile: bool | str
+    stack: int | None = None
+    """Clients in a stack, once that is settled."""
     _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
     _do: list["OneStack"] = field(default_factory=list, init=False, compare=False, repr=False)
 
@@ -42,7 +44,8 @@ class Vmap:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
         if not self._do:
-            self._do.append(OneStack(stack_size(work, self.memory), self.compile is True))
+            size = self.stack or stack_size(work, self.memory, len(clients))
+            self._do.append(OneStack(size, self.compile is True))
         total, weight = CohortSum(work, len(clients)), dict(zip(clients, weights, strict=True))
         stacks = stack.cut(work, clients, self._do[0].size)
         jobs = [Job(members, [weight[k] for k in members], len(clients)) for members in stacks]
@@ -70,11 +73,12 @@ class Vmap:
                 yield [replace(one, state=kept(one.state)) for one in done]
 
 
-def stack_size(work: Work, memory: float | None) -> int:
-    """How many clients' parameters fit into so many MiB."""
+def stack_size(work: Work, memory: float | None, clients: int) -> int:
+    """As many clients as have their parameters in so many MiB; a round's clients in equal stacks."""
     params = work.model.params.values()
     budget = memory or (CACHE_MB if next(iter(params)).device.type == "cpu" else GPU_MB)
-    return max(int(budget * 2**20 / sum(p.numel() * p.element_size() for p in params)), 1)
+    most = max(int(budget * 2**20 / sum(p.numel() * p.element_size() for p in params)), 1)
+    return max(-(-clients // -(-clients // most)), 1) if clients else 1
 
 
 @dataclass

@@ -53,7 +53,6 @@ class Lstm(nn.Module):
             batch_first=True,
         )[0]
 
-
     def _step_by_step(self, x: Tensor) -> Tensor:
         """The same in plain operations."""
         drive, states = x @ self.input_weight.T + self.bias, []
