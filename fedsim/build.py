@@ -34,7 +34,18 @@ GROUPS = (
     *("participation", "engine", "shared_data", "privacy", "logger"),
 )
 ROOT = (
-    *("rounds", "seed", "device", "data_dir", "cache_dir", "overwrite", "deterministic", "eval", "checkpoint"),
+    *(
+        "rounds",
+        "seed",
+        "device",
+        "precision",
+        "data_dir",
+        "cache_dir",
+        "overwrite",
+        "deterministic",
+        "eval",
+        "checkpoint",
+    ),
     *GROUPS,
 )
 PREVIEW = "preview"
@@ -59,19 +70,29 @@ def device(name: object) -> torch.device:
     return torch.device(text)
 
 
+def precision(name: object, where: torch.device) -> str:
+    """fp32 | bf16 | tf32: what products are computed in. Parameters, sums and losses are float32 in any case."""
+    check.choice("precision", name, ("fp32", "bf16", "tf32"))
+    if name == "tf32" and where.type != "cuda":
+        raise check.BadValue("precision", name, f"needs CUDA, and this is {where.type}; use fp32 or bf16")
+    if where.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return str(name)
+
+
 def determinism(active: bool, where: torch.device) -> None:
     """On CUDA, only algorithms that give the same bits every time. (The CPU's are, with a fixed number of threads.)"""
     if where.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.backends.cudnn.deterministic = active
         torch.backends.cudnn.benchmark = not active
-        torch.backends.cudnn.allow_tf32 = False  # float32 means float32
         torch.use_deterministic_algorithms(active, warn_only=True)
 
 
 def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[str, Any] | None = None) -> Experiment:
     """Build everything, cheap and easily refused parts first. `before` says how a run that goes on was trained."""
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
+    precision(config["precision"], where)
     schedule, engine = group(config, "schedule"), group(config, "engine")
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
     partition, participation = law(config), group(config, "participation")
@@ -97,7 +118,7 @@ def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[s
     exp = Experiment(
         seed=config["seed"],
         rounds=config["rounds"],
-        task=Task(module, data.dataset),
+        task=Task(module, data.dataset, precision(config["precision"], where)),
         data=data,
         client=client,
         client_optimizer=client_optimizer,

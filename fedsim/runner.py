@@ -13,6 +13,7 @@ from fedsim import check, growth, personal, shared_data
 from fedsim.cohort import Cohort
 from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
+from fedsim.evaluation import TEST, TRAIN
 from fedsim.metrics import FINITE
 from fedsim.participation.asynchronous import Asynchronous
 from fedsim.privacy.channel import Privacy
@@ -163,7 +164,7 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     work = assign(exp, state, turn)
     cohort = exp.engine(work, clients, weights(exp, clients))
     after, direction = learn(exp, state, cohort) if clients else (state, Direction({}))
-    row, layer_rows = measure(exp, state, cohort, direction, after)
+    row, layer_rows = measure(exp, state, work, cohort, direction, after)
     row |= account(exp, state, turn, after.model)
     row["clients/arrived"], row["client_lr"] = len(clients), work.lr
     row["time/round_s"] = time.perf_counter() - started
@@ -268,6 +269,7 @@ def underway(state: RunState, turn: Turn, new: Broadcast) -> Mapping[int, Broadc
 def measure(
     exp: Experiment,
     state: RunState,
+    work: Work,
     cohort: Cohort,
     direction: Direction,
     after: RunState,
@@ -284,13 +286,13 @@ def measure(
     evaluations: dict[str, Evaluation] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
         averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
-        evaluations = evaluate(exp, model, averaged)
+        evaluations = evaluate(exp, work, model, averaged)
         if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
             later = replace(after, round=state.round + 1, underway={})
-            work = assign(exp, later, Turn((), (), {}, later.round, {}, 0))
+            again = assign(exp, later, Turn((), (), {}, later.round, {}, 0))
             # At the rate of the round that ends here: a schedule's next one may be 0.
-            work = replace(work, lr=exp.schedule(exp.client_optimizer.lr, state.round))
-            values |= personal.accuracy(work, exp.eval.personal_clients, exp.eval.batch_size)
+            again = replace(again, lr=exp.schedule(exp.client_optimizer.lr, state.round))
+            values |= personal.accuracy(again, exp.eval.personal_clients, exp.eval.batch_size)
 
     row, layer_rows = fetch(values, evaluations, table)
     row["round"] = state.round + 1
@@ -309,16 +311,18 @@ def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
     return shares
 
 
-def evaluate(exp: Experiment, sent: Model, averaged: Model) -> dict[str, Evaluation]:
+def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[str, Evaluation]:
     """The model the aggregator says is judged, and the one that is sent out beside it where that is another."""
-    data, size = exp.data.dataset, exp.eval.batch_size
     judged = averaged if exp.aggregator.evaluate == "averaged" else sent
-    result = {"test": exp.task.evaluate(judged, data, data.test_x, data.test_y, size)}
+
+    def on(part: str, model: Model) -> Evaluation:
+        return exp.engine.evaluate(replace(work, model=model), part, exp.eval.batch_size)
+
+    result = {"test": on(TEST, judged)}
     if judged is not sent:
-        result["sent"] = exp.task.evaluate(sent, data, data.test_x, data.test_y, size)
+        result["sent"] = on(TEST, sent)
     if exp.eval.train:
-        index = exp.data.training_set
-        result["train"] = exp.task.evaluate(judged, data, data.train_x, data.train_y, size, index)
+        result["train"] = on(TRAIN, judged)
     return result
 
 

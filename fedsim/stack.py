@@ -171,6 +171,8 @@ class Block:
     def padded(self, multiple: int) -> "Block":
         """With steps of nobody at the end."""
         missing = -len(self.index) % multiple
+        if not missing:
+            return self
 
         def longer(array: np.ndarray) -> np.ndarray:
             return np.concatenate([array, np.full((missing, *array.shape[1:]), -1, np.int64)])

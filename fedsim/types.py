@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fedsim.cohort import Cohort
     from fedsim.data import ClientData, FederatedData
     from fedsim.privacy.channel import Privacy
-    from fedsim.task import Task
+    from fedsim.task import Evaluation, Task
 
 Tree = dict[str, Tensor]
 """A model's tensors by name (as `named_parameters` gives them): the only form in which a model crosses a boundary."""
@@ -288,3 +288,6 @@ class Engine(Protocol):
     """Trains the cohort and reduces it. Neither algorithms nor aggregators can see which engine runs them."""
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort": ...
+    def evaluate(self, work: Work, part: str, batch_size: int) -> "Evaluation":
+        """Of work.model, on the `test` set or on what the clients `train` on."""
+        ...

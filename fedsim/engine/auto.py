@@ -55,6 +55,8 @@ class Auto:
     def __call__(self, *_: object) -> Any:
         raise TypeError("an engine that has yet to be settled trains nobody")
 
+    evaluate = __call__
+
 
 @dataclass(frozen=True)
 class Extent:

@@ -33,12 +33,14 @@ class WorkerDied(check.InputError):
 
 @dataclass(frozen=True)
 class Job:
-    """Some clients, and their weights in the sums."""
+    """Some clients, and their weights in the sums; or some samples to be evaluated."""
 
-    clients: Sequence[int]
-    weights: Sequence[float]
+    clients: Sequence[int] = ()
+    weights: Sequence[float] = ()
     cohort: int = 1
     """How many clients the round has."""
+    rows: tuple[str, int, int] | None = None
+    """Part of the data, from, to."""
 
 
 class Pool:

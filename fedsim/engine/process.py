@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fedsim import check
+from fedsim import check, evaluation
 from fedsim.cohort import Cohort, CohortSum, Upload, upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.local import train
 from fedsim.program import Program
+from fedsim.task import Evaluation
 from fedsim.types import State, Work
 
 
@@ -41,15 +42,27 @@ class Process:
             total.add(client, weight, replace(result, state=kept(result.state)))
         return total.result()
 
+    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
+        """Its batches are jobs as clients are: a network's pass over the test set takes longer than many a round."""
+        if not self._pools:
+            return evaluation.alone(work, part, batch_size)
+        jobs = [Job(rows=(part, *cut)) for cut in evaluation.batches(work, part, batch_size)]
+        return evaluation.total(self._pools[0].run(replace(work, states={}), jobs))
+
 
 @dataclass
 class OneClient:
-    """What a worker does with a job of one client."""
+    """What a worker does with a job: one client, or a batch to be evaluated."""
 
     compile: bool
     program: Program | None = None
 
-    def __call__(self, work: Work, job: Job) -> Upload:
+    def __call__(self, work: Work, job: Job) -> Upload | Evaluation:
+        if job.rows is not None:
+            return evaluation.rows(work, *job.rows)
+        return self.trained(work, job)
+
+    def trained(self, work: Work, job: Job) -> Upload:
         if self.compile and self.program is None:
             self.program = Program(work, stacked=False, compile=True)
         return upload(work, train(work, job.clients[0], self.program))

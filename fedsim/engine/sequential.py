@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fedsim import check
+from fedsim import check, evaluation
 from fedsim.cohort import Cohort, CohortSum
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job
 from fedsim.engine.process import OneClient
+from fedsim.task import Evaluation
 from fedsim.types import Work
 
 
@@ -29,5 +30,8 @@ class Sequential:
         torch.set_num_threads(self.threads)
         total = CohortSum(work, len(clients))
         for client, weight in zip(clients, weights, strict=True):
-            total.add(client, weight, self._do[0](work, Job([client], [weight])))
+            total.add(client, weight, self._do[0].trained(work, Job([client], [weight])))
         return total.result()
+
+    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
+        return evaluation.alone(work, part, batch_size)

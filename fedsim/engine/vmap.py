@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fedsim import check, stack
+from fedsim import check, evaluation, stack
 from fedsim.cohort import Cohort, CohortSum, Partial, Upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.engine.process import kept
 from fedsim.program import Program
+from fedsim.task import Evaluation
 from fedsim.types import Work
 
 CACHE_MB, GPU_MB = 2, 512
@@ -58,6 +59,9 @@ class Vmap:
         for client in sorted(alone):
             total.add(client, weight[client], alone[client])
         return total.result()
+
+    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
+        return evaluation.alone(work, part, batch_size)
 
     def _done(self, work: Work, jobs: Sequence[Job]) -> Iterator[Partial | list[Upload]]:
         workers = self.workers or 1

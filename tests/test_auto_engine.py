@@ -1,0 +1,135 @@
+"""engine=auto: the written rule, that it is recorded, and that a run that goes on keeps what it began with."""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import experiment, metrics, play, small
+
+from fedsim.check import InputError
+from fedsim.engine import auto
+from fedsim.engine.auto import COMPILE_CALLS, Auto, settle
+from fedsim.runner import extent, first_work
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+MLP = ["dataset=mnist5k", "model=mlp"]
+CNN = ["dataset=mnist5k", "model=cnn_mnist"]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and a compiler, whatever this one has."""
+    monkeypatch.setattr(auto.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(auto, "no_compiler", lambda device: "")
+
+
+def choice(*keys: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    exp = experiment(*keys)
+    return settle(Auto(None, None, 1, "auto"), first_work(exp), extent(exp), before or {})[1]
+
+
+LONG = "rounds=100000"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([*MLP, "rounds=20"], {"name": "sequential", "workers": 1, "compile": False}),
+        ([*MLP, LONG], {"name": "vmap", "stack": 5, "workers": 1, "compile": True}),
+        # 101,770 parameters x 10 clients x 500 samples is a long round: a worker a core
+        ([*MLP, LONG, "partition=iid", "partition.num_clients=10", "participation.clients_per_round=10"],
+         {"name": "vmap", "stack": 5, "workers": 2, "compile": True}),
+        ([*MLP, "rounds=5", "partition=iid", "partition.num_clients=10", "participation.clients_per_round=10"],
+         {"name": "process", "workers": 2, "compile": False}),
+        (["dataset=mnist5k", "model=logistic", "rounds=20"], {"name": "vmap", "workers": 1, "compile": False}),
+        (["dataset=mnist5k", "model=logistic", LONG], {"name": "vmap", "workers": 1, "compile": True}),
+        (["dataset=mnist5k", "model=logistic", LONG, "client.batch_size=null"], {"name": "vmap", "compile": False}),
+        ([*CNN, "rounds=20"], {"name": "process", "workers": 2, "compile": False}),
+        ([*CNN, LONG], {"name": "process", "workers": 2, "compile": True}),
+        ([*CNN, "participation.clients_per_round=1"], {"name": "sequential"}),
+        ([*CNN, "participation=async", "aggregator=fedasync"], {"name": "sequential"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_the_rule(keys: list[str], expected: dict[str, Any]) -> None:
+    found = choice(*keys)
+    assert {k: found[k] for k in expected} == expected
+
+
+def test_recurrent_layers_are_not_unrolled() -> None:
+    keys = ["dataset=custom", "dataset.load=sequences.counting", "partition=natural", "model=lstm_shakespeare", LONG]
+    found = choice(*keys, "model.hidden=4", "participation.clients_per_round=3")
+    assert (found["name"], found["compile"]) == ("process", False)
+
+
+def test_compiling_begins_where_a_run_has_enough_steps() -> None:
+    exp = experiment("dataset=mnist5k", "model=logistic")
+    work, whole = first_work(exp), extent(exp)
+    enough = COMPILE_CALLS / whole.steps  # one stack a round
+
+    def compiled(rounds: float) -> bool:
+        _, found = settle(Auto(None, None, 1, "auto"), work, auto.Extent(int(rounds), 10, whole.steps), {})
+        return bool(found["compile"])
+
+    assert compiled(enough + 1)
+    assert not compiled(enough - 1)
+
+
+@pytest.mark.parametrize("before", [{"name": "process", "compile": False}, {"name": "vmap", "compile": True}])
+def test_a_run_keeps_what_it_began_with(before: dict[str, Any]) -> None:
+    found = choice("dataset=mnist5k", "model=logistic", "rounds=20", before=before)
+    assert {k: found[k] for k in before} == before
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "no_compiler", lambda device: "a C++ compiler (g++ or clang++)")
+    assert not choice("dataset=mnist5k", "model=logistic", LONG)["compile"]
+    with pytest.raises(InputError, match=r"engine\.compile=True: needs a C\+\+ compiler"):
+        small("engine=vmap", "engine.compile=true")
+
+
+def test_summary_says_which_and_growing_a_run_does_not_change_it(fedsim: Command, tmp_path: Path) -> None:
+    keys = ["dataset=synthetic", "checkpoint.every=1"]
+    assert fedsim(*keys, "rounds=3").returncode == 0
+    (folder,) = (tmp_path / "outputs").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["engine"] == {"name": "vmap", "stack": 10, "workers": 1, "compile": False}
+    assert set(summary["round_s"]) == {"first", "median_later"}
+    summary["engine"] |= {"name": "sequential"}  # as if another machine's rule had begun it
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert fedsim(*keys, "rounds=5").returncode == 0
+    assert json.loads((folder / "summary.json").read_text())["engine"]["name"] == "sequential"
+    assert len(metrics(folder)) == 5
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vmap"])
+def test_bfloat16_learns_and_is_not_float32(engine: str) -> None:
+    keys = ["rounds=8", f"engine={engine}"]
+    (_, exact), (_, rough) = (play(small(*keys, f"precision={p}")) for p in ("fp32", "bf16"))
+    assert rough[-1]["client/loss"] < 0.8 * rough[0]["client/loss"]
+    assert rough[-1]["client/loss"] != exact[-1]["client/loss"]
+    assert rough[-1]["client/loss"] == pytest.approx(exact[-1]["client/loss"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("engine.compile=perhaps", "engine.compile=perhaps: must be auto, true or false"),
+        ("engine.compile=1", "engine.compile=1: must be auto, true or false"),
+        ("engine.memory=0", "engine.memory=0: must be"),
+        ("engine.memory=big", "engine.memory=big: must be"),
+        ("engine.workers=0", "engine.workers=0: must be"),
+        ("engine.threads=none", "engine.threads=none: must be"),
+        ("engine=warp", "warp"),
+        ("precision=fp16", "precision=fp16: must be one of fp32, bf16, tf32"),
+        ("precision=tf32", "precision=tf32: needs CUDA"),
+    ],
+)
+def test_bad_values_are_one_line(fedsim: Command, override: str, said: str) -> None:
+    result = fedsim("dataset=synthetic", override)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
