@@ -6,9 +6,10 @@
 A plain loop trains one client after another on tensors in memory, resets the model in place and uses no DataLoader:
 in this process with as many threads as cores, and in as many processes as cores with one thread each. Peers are those
 that are installed (`pip install "fedsim-lab[bench]"`), see peers.py. Every variant is a process of its own, and all
-take turns; numbers are medians of the repeats (of a peer's rounds) in rounds a second, and ratios to the better plain
-loop and to the best peer; machines are noisy, ratios less so. What is compiled or started before the first round is
-reported apart. Where a dataset's files are not at $FEDSIM_DATA, tensors of its shape stand in, and the table says so.
+take turns on the same rounds; numbers are medians of the repeats in rounds a second (a peer plays five rounds or more,
+once), and ratios to the better plain loop and to the best peer; machines are noisy, ratios less so. What is compiled or
+started before the first round is reported apart. Where a dataset's files are not at $FEDSIM_DATA, tensors of its shape
+stand in, and the table says so.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from fedsim import build
 from fedsim.check import InputError
 from fedsim.cli import register_resolvers
 from fedsim.data import PAD
+from fedsim.model.dropout import Dropout
 from fedsim.overrides import CONF
 from fedsim.runner import Experiment, RunState, initial_state, play
 
@@ -119,13 +122,31 @@ def experiment(overrides: list[str], engine: str) -> tuple[Experiment, bool]:
     return build.experiment(config, device), False
 
 
+CYCLE = 5
+"""Rounds repeat after so many: cohorts may differ in size, and everyone is to train the same ones."""
+
+
 def fedsim_rounds(exp: Experiment) -> Round:
     state: list[RunState] = [initial_state(exp)]
 
     def one(number: int) -> None:
-        state[0], _, _ = play(exp, state[0])
+        state[0], _, _ = play(exp, replace(state[0], round=number % CYCLE))
 
     return one
+
+
+def cohort(exp: Experiment, number: int) -> list[int]:
+    """Who takes part in this round."""
+    return list(exp.participation(exp.seed, number % CYCLE, exp.steps, {"now": 0.0}).clients)
+
+
+def with_torch_dropout(net: nn.Module) -> nn.Module:
+    """fedsim's own is keyed by round, client and step, which only fedsim would tell it."""
+    for parent in net.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, Dropout):
+                setattr(parent, name, nn.Dropout(child.p))
+    return net
 
 
 class Plain:
@@ -133,7 +154,7 @@ class Plain:
 
     def __init__(self, exp: Experiment, threads: int) -> None:
         self.exp, self.threads = exp, threads
-        self.module = exp.task.module.train()
+        self.module = with_torch_dropout(exp.task.module).train()
         data = exp.data.dataset
         self.x = data.train_x if data.tokens else data.inputs(data.train_x)  # standardised once, kept as floats
         self.y, self.lr, self.batch = data.train_y, exp.client_optimizer.lr, exp.client.batch_size or 1
@@ -142,7 +163,7 @@ class Plain:
         self.sent = [t.detach().clone() for t in self.tensors]
 
     def cohort(self, number: int) -> list[int]:
-        return list(self.exp.participation(self.exp.seed, number, self.exp.steps, {"now": 0.0}).clients)
+        return cohort(self.exp, number)
 
     def __call__(self, number: int) -> None:
         torch.set_num_threads(self.threads)
@@ -224,7 +245,7 @@ def stand_in(name: str) -> Any:
 CORES = os.cpu_count() or 1
 PLAIN = {f"plain, {CORES} threads": (Plain, CORES), f"plain, {CORES} processes": (PlainProcesses, CORES)}
 ENGINES = ("auto", "sequential")
-PEER_ROUNDS = {"W1": 200, "W2": 5, "W3": 6, "W4": 6, "W5": 5, "W6": 5}
+PEER_ROUNDS = {"W1": 40 * CYCLE, "W2": CYCLE, "W3": CYCLE, "W4": CYCLE, "W5": CYCLE, "W6": CYCLE}
 
 
 class Child:
@@ -270,12 +291,12 @@ def serve(workload: str, variant: str) -> None:
     warm_up = time.perf_counter() - begun
     one(1)
     print(json.dumps({"real_data": real, "first_round_s": warm_up, "engine": exp.engine_choice}), flush=True)
-    number = 2
+    whole = CYCLE if len(set(exp.data.sizes.tolist())) > 1 else 1
     for line in sys.stdin:
         begun, played = time.perf_counter(), 0
-        while played == 0 or time.perf_counter() - begun < float(line):
-            one(number)
-            number, played = number + 1, played + 1
+        while played % whole or played == 0 or time.perf_counter() - begun < float(line):
+            one(played)
+            played += 1
         seconds = time.perf_counter() - begun
         print(json.dumps({"rounds": played, "seconds": seconds, "peak_mb": peak_mb(os.getpid())}), flush=True)
 
@@ -325,7 +346,9 @@ def measure(workload: str, repeats: int, seconds: float, peers: Sequence[str]) -
         found[name] = child.about | {"rounds_per_s": statistics.median(child.rates)}
     for about in found.values():
         if "round_s" in about:
-            about["rounds_per_s"] = 1 / statistics.median(about.pop("round_s"))
+            times = about.pop("round_s")
+            cycles = [sum(times[i : i + CYCLE]) for i in range(0, len(times), CYCLE)]
+            about["rounds_per_s"] = CYCLE / statistics.median(cycles)
     return found
 
 

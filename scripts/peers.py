@@ -24,7 +24,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 import torch
-from benchmark import WORKLOADS, experiment, peak_mb
+from benchmark import WORKLOADS, cohort, experiment, peak_mb, with_torch_dropout
 from torch import Tensor, nn
 
 from fedsim.data import PAD
@@ -59,7 +59,7 @@ class Work:
 
     def cohort(self, number: int) -> list[int]:
         """Who takes part in this round."""
-        return list(self.exp.participation(self.exp.seed, number, self.exp.steps, {"now": 0.0}).clients)
+        return cohort(self.exp, number)
 
     @property
     def clients_per_round(self) -> int:
@@ -73,16 +73,6 @@ class Work:
 
 work = cache(Work)
 """One for each process: Flower's clients come and go."""
-
-
-def with_torch_dropout(net: nn.Module) -> nn.Module:
-    """fedsim's own may be keyed by round, client and step, which only fedsim would tell it."""
-    for parent in net.modules():
-        for name, child in parent.named_children():
-            if type(child).__name__ == "Dropout":
-                share: Any = child.p
-                setattr(parent, name, nn.Dropout(share))
-    return net
 
 
 class Clock:
