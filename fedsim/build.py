@@ -113,12 +113,13 @@ def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[s
     data = federated_data(config, where)
     enough(participation, data.num_clients, privacy)
     module = model(config, data.dataset, where)
-    if privacy.clip is not None and next(module.buffers(), None) is not None:
+    task = Task(module, data.dataset, precision(config["precision"], where))
+    if privacy.clip is not None and task.initial_model().buffers:
         raise check.BadValue("privacy.clip", privacy.clip, "batch norm's statistics cannot be clipped; use group norm")
     exp = Experiment(
         seed=config["seed"],
         rounds=config["rounds"],
-        task=Task(module, data.dataset, precision(config["precision"], where)),
+        task=task,
         data=data,
         client=client,
         client_optimizer=client_optimizer,
@@ -167,6 +168,7 @@ def federated_data(config: Mapping[str, Any], where: torch.device) -> FederatedD
 def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> nn.Module:
     """The architecture, tried on two samples: what it gives must be what the dataset asks for."""
     rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
+    torch.set_num_threads(1)  # an orthogonal weight's last bits depend on it; engines set their own
     architecture = group(config, "model")
     with prefixed("model"):
         module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes)

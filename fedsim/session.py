@@ -49,11 +49,11 @@ def execute(request: Request, build: Callable[[Mapping[str, Any]], Experiment], 
         if status == "diverged" or (status == "finished" and rounds >= request.config["rounds"]):
             note = f"{status} earlier, after {rounds} rounds (data not looked at again); overwrite=true runs it again"
             return before | {"note": note}
-        with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable():
+        with torch.random.fork_rng([request.device] if request.device.type == "cuda" else []), terminable() as signals:
             engine = before.get("engine") if (request.folder / "checkpoint.pt").exists() else None
             exp = build(engine if isinstance(engine, dict) else {})
             same_data(request.folder, before, exp.data)
-            return Session(request, folder, exp, loggers).play()
+            return Session(request, folder, exp, loggers, signals).play()
 
 
 def preview(request: Request, build: Callable[[], FederatedData]) -> Summary:
@@ -123,8 +123,15 @@ def describe_partition(folder: RunFolder, data: FederatedData, law: str) -> dict
 class Session:
     """One process's part of a run."""
 
-    def __init__(self, request: Request, folder: RunFolder, exp: Experiment, loggers: Sequence[Logger]) -> None:
-        self.request, self.folder, self.exp = request, folder, exp
+    def __init__(
+        self,
+        request: Request,
+        folder: RunFolder,
+        exp: Experiment,
+        loggers: Sequence[Logger],
+        signals: Sequence[str] = (),
+    ) -> None:
+        self.request, self.folder, self.exp, self.signals = request, folder, exp, signals
         self.id = folder.summary().get("id") or uuid.uuid4().hex[:12]
         self.partition: dict[str, Any] = dict(provenance(exp.data))  # and its numbers, when they are known
         self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
@@ -177,6 +184,8 @@ class Session:
             self.csv.sync()
             checkpoint.save(self.checkpoint, state, self._elapsed())
         self.state = state
+        if self.signals:  # the exception was lost, in a place where Python only reports them (a finalizer)
+            raise KeyboardInterrupt(self.signals[0])
 
     def _info(self) -> RunInfo:
         request = self.request
@@ -217,14 +226,18 @@ class Session:
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM (a cluster taking its machine back) ends a run as Ctrl-C does: with a complete folder."""
+def terminable() -> Iterator[list[str]]:
+    """SIGTERM (a cluster taking its machine back) ends a run as Ctrl-C does: with a complete folder. Gives the names of
+    the signals that came."""
+    came: list[str] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+        came.append(signal.Signals(number).name)
+        raise KeyboardInterrupt(came[-1])
 
-    with _handling({signal.SIGTERM: interrupt}):
-        yield
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # in the background: as it was
+    with _handling({signal.SIGTERM: interrupt} | ({} if ignored else {signal.SIGINT: interrupt})):
+        yield came
 
 
 @contextmanager
