@@ -168,10 +168,12 @@ def federated_data(config: Mapping[str, Any], where: torch.device) -> FederatedD
 def model(config: Mapping[str, Any], dataset: Dataset, where: torch.device) -> nn.Module:
     """The architecture, tried on two samples: what it gives must be what the dataset asks for."""
     rng.seed_torch(torch.device("cpu"), config["seed"], "init")  # weights are drawn there, the same for every device
-    torch.set_num_threads(1)  # an orthogonal weight's last bits depend on it; engines set their own
     architecture = group(config, "model")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # an orthogonal weight's last bits depend on it
     with prefixed("model"):
         module: nn.Module = architecture(input_shape=dataset.input_shape, num_classes=dataset.num_classes)
+    torch.set_num_threads(threads)
     replace_dropout(module)
     module = module.to(where)
     if frozen := [n for n, p in module.named_parameters() if not p.requires_grad]:

@@ -49,6 +49,14 @@ def automatic(key: str, value: object) -> None:
         raise BadValue(key, value, "must be auto, true or false")
 
 
+def resources(workers: object, threads: object, compile: object) -> None:
+    """What every engine may be given."""
+    if workers is not None:
+        integer("workers", workers, ge=1, le=1024)
+    integer("threads", threads, ge=1, le=1024)
+    automatic("compile", compile)
+
+
 def mapping(key: str, value: object) -> None:
     """A section with keys of its own."""
     if not isinstance(value, Mapping):

@@ -276,7 +276,7 @@ class Stack:
 
     def _take(self, block: Block) -> None:
         """Its steps: many clients and, compiled, several steps in a call."""
-        together = self.program.unroll if self.program.masked else 1
+        together = self.program.unroll
         block, dataset = block.padded(together), self.work.data.dataset
         sizes, width = block.sizes, block.index.shape[2]
         step_bytes = block.index[:together].size * dataset.train_x[0].numel() * 4

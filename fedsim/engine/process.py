@@ -25,10 +25,7 @@ class Process:
     _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.workers is not None:
-            check.integer("workers", self.workers, ge=1, le=1024)
-        check.integer("threads", self.threads, ge=1, le=1024)
-        check.automatic("compile", self.compile)
+        check.resources(self.workers, self.threads, self.compile)
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()

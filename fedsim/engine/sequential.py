@@ -21,8 +21,7 @@ class Sequential:
     _do: list[OneClient] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check.integer("threads", self.threads, ge=1, le=1024)
-        check.automatic("compile", self.compile)
+        check.resources(None, self.threads, self.compile)
         self._do.append(OneClient(self.compile is True))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:

@@ -36,10 +36,7 @@ class Vmap:
     def __post_init__(self) -> None:
         if self.memory is not None:
             check.number("memory", self.memory, gt=0)
-        if self.workers is not None:
-            check.integer("workers", self.workers, ge=1, le=1024)
-        check.integer("threads", self.threads, ge=1, le=1024)
-        check.automatic("compile", self.compile)
+        check.resources(self.workers, self.threads, self.compile)
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()
