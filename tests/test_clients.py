@@ -700,21 +700,15 @@ def test_the_inner_problem_against_its_closed_form(a: float, b: float, w: float,
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "calls", "theta"),
-    [(0.0, 10, 0.25 + 0.75 / 2**10), (0.5, 4, 0.34375), (0.375, 4, 0.34375), (3.0, 1, 1.0), (2.9, 2, 0.625)],
+    ("tolerance", "theta"),
+    [(0.0, 0.25 + 0.75 / 2**10), (0.5, 0.34375), (0.375, 0.34375), (3.0, 1.0), (2.9, 0.625)],
 )
-def test_the_inner_solver_stops_at_its_tolerance(
-    tolerance: float, calls: int, theta: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_inner_solver_stops_at_its_tolerance(tolerance: float, theta: float) -> None:
     """x^2 + x from w = 1, lambda = 2, rate 1/8: the gradient halves from 3 to 1.5, 0.75, 0.375 ..., and theta goes
-    from 1 half way to 0.25 each time."""
-    task, asked = quadratic().task, []
-    gradient = task.gradient
-    monkeypatch.setattr(task, "gradient", lambda *args: asked.append(args) or gradient(*args))
+    from 1 half way to 0.25 each time, until the gradient is short enough: from then on it stays where it is."""
     rule = pfedme(lambda_=2.0, inner_lr=0.125, inner_steps=10, tolerance=tolerance)
-    found, _ = rule.inner(task, scalar(1.0), {}, sample(1.0, 1.0))
+    found, _ = rule.inner(quadratic().task, scalar(1.0), {}, sample(1.0, 1.0))
     assert found["x"].item() == theta
-    assert len(asked) == calls
 
 
 def pfedme_round(exp: Experiment, w: Params, r: int, beta: float, tolerance: float) -> tuple[Params, int]:
