@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
-from fedsim.engine.pool import pack, unpack
+from fedsim.engine.parcel import Inbox, Outbox
 from fedsim.types import Model
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -61,19 +61,25 @@ def test_the_sequential_engines_bits(methods: tuple[str, ...]) -> None:
 def test_parcels_hold_what_was_packed(shapes: list[list[int]], kind: torch.dtype, value: int) -> None:
     tree = {str(i): torch.full(shape, value).to(kind) for i, shape in enumerate(shapes)}
     content = {"model": Model(tree, {"b": torch.arange(3)}), "states": {"own": tree}, "lr": 0.1, "none": None}
-    found = unpack(pack(content))
-    assert (found["lr"], found["none"]) == (0.1, None)
-    for name, t in tree.items():
-        for other in (found["model"].params[name], found["states"]["own"][name]):
-            assert torch.equal(t, other)
-            assert (t.dtype, t.shape) == (other.dtype, other.shape)
+    sender, receiver = Outbox(), Inbox()
+    larger = {"x": torch.ones(5, 5), **content}
+    first, second = receiver.unpack(sender.pack(content), copy=True), receiver.unpack(sender.pack(larger), copy=True)
+    parcel = sender.pack(content)
+    assert parcel.memory is None, "the receiver has seen it: it is used again"
+    third = receiver.unpack(parcel, copy=False)
+    for found in (first, second, third):
+        assert (found["lr"], found["none"]) == (0.1, None)
+        for name, t in tree.items():
+            for other in (found["model"].params[name], found["states"]["own"][name]):
+                assert torch.equal(t, other)
+                assert (t.dtype, t.shape) == (other.dtype, other.shape)
 
 
 def test_workers_end_with_the_experiment() -> None:
     exp = small("engine=process", "engine.workers=2")
     play(exp)
     pool = exp.engine._pools[0]  # type: ignore[attr-defined]
-    workers = [psutil.Process(p.pid) for p in pool._processes]
+    workers = [psutil.Process(p.pid) for p in (w.process for w in pool._workers)]
     assert all(w.is_running() for w in workers)
     exp.engine._pools.clear()  # type: ignore[attr-defined]
     del pool

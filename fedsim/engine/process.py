@@ -14,7 +14,7 @@ from fedsim.engine.pool import Job, Pool
 from fedsim.local import train
 from fedsim.program import Program
 from fedsim.task import Evaluation
-from fedsim.types import State, Work
+from fedsim.types import Work
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Process:
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
         for client, weight, result in zip(clients, weights, self._pools[0].run(work, jobs), strict=True):
-            total.add(client, weight, replace(result, state=kept(result.state)))
+            total.add(client, weight, result)
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
@@ -64,7 +64,3 @@ class OneClient:
             self.program = Program(work, stacked=False, compile=True)
         return upload(work, train(work, job.clients[0], self.program))
 
-
-def kept(state: State | None) -> State | None:
-    """What outlives the round: out of shared memory, which has few handles."""
-    return state and {name: {n: t.clone() for n, t in tree.items()} for name, tree in state.items()}

@@ -5,7 +5,7 @@ does not grow with the cohort. Where it is cut does not depend on how many worke
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,6 @@ from fedsim import check, evaluation, stack
 from fedsim.cohort import Cohort, CohortSum, Partial, Upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
-from fedsim.engine.process import kept
 from fedsim.program import Program
 from fedsim.task import Evaluation
 from fedsim.types import Work
@@ -67,11 +66,7 @@ class Vmap:
             return
         if not self._pools:
             self._pools.append(Pool(workers, self.threads, work, self._do[0]))
-        for done in self._pools[0].run(work, jobs):
-            if isinstance(done, Partial):
-                yield replace(done, states={k: kept(s) or {} for k, s in done.states.items()})
-            else:
-                yield [replace(one, state=kept(one.state)) for one in done]
+        yield from self._pools[0].run(work, jobs)
 
 
 def stack_size(work: Work, memory: float | None, clients: int) -> int:
