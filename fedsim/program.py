@@ -14,15 +14,13 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedsim.data import ClientData
+from fedsim.kernels import CHANNELS_LAST
 from fedsim.model.dropout import KEY
 from fedsim.types import Batch, Context, Model, State, Tree, Work
 
 SMALL, UNROLL = 2**15, 8
 """A model of at most so many parameters has its steps compiled together, so many at a time: calls are most of its time,
 and longer programs take longer to compile."""
-KEEP_FROM = 16
-"""Elementwise operations after which a result that is read more than once is written down: a dropout's mask is a hash
-of more than these, and inductor's own 30 has it computed again by everyone who reads it."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,9 @@ class Program:
 
         apart = [t.clone() for t in example]  # a tensor that stood for two arguments would be recorded as one
         program: Callable[..., list[Tensor]]
-        graph = make_fx(function)(*apart).forward
-        program = torch.compile(graph, dynamic=False, fullgraph=True, options={"realize_opcount_threshold": KEEP_FROM})
+        last = not self.stacked and apart[0].device.type == "cpu"  # where convolutions have their channels last
+        graph = make_fx(function, CHANNELS_LAST if last else {})(*apart).forward
+        program = torch.compile(graph, dynamic=False, fullgraph=True)
         return program
 
     def _step(self, carry: Any, constant: Any, given: list[Tensor]) -> Any:

@@ -63,4 +63,3 @@ class OneClient:
         if self.compile and self.program is None:
             self.program = Program(work, stacked=False, compile=True)
         return upload(work, train(work, job.clients[0], self.program))
-
