@@ -62,7 +62,11 @@ class Dataset:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Model inputs from stored samples: float32, standardised; or token numbers."""
-        return x.long() if self.tokens else (x.to(torch.float32) * self.scale).add_(self.shift)
+        if self.tokens:
+            return x.long()
+        floats = x.to(torch.float32)
+        scaled = floats * self.scale if floats is x else floats.mul_(self.scale)  # what is stored stays as it is
+        return scaled.add_(self.shift)
 
     def population(self, positions: np.ndarray) -> "Population":
         """The training samples at some positions, as a partition sees them."""

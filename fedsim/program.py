@@ -1,4 +1,4 @@
-"""One local step as one program: a pure function of tensors, for one client or a stack of them, compiled if asked for.
+"""Local steps as one program: a pure function of tensors, for one client or a stack of them, compiled if asked for.
 
 `torch.compile` is given a graph that make_fx has recorded, not the Python code: whatever a rule or a model does in
 Python is gone by then, the sizes are fixed, and what is left to look at before each call are a few tensors.
@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fedsim.data import ClientData
 from fedsim.kernels import CHANNELS_LAST
 from fedsim.model.dropout import KEY
+from fedsim.trees import leaves, mapped, rebuilt
 from fedsim.types import Batch, Context, Model, State, Tree, Work
 
 SMALL, UNROLL = 2**15, 8
@@ -40,6 +40,8 @@ class Carry:
     """The optimizer's."""
     loss: Tensor
     """Sum over the samples so far, each at the moment it was used."""
+    alike: bool = False
+    """A stack's clients are all where they began, at the same place: nothing has their dimension yet."""
 
     def parts(self) -> tuple[Tree, Tree, State, Tensor]:
         """In the plain form that torch.func knows."""
@@ -74,6 +76,37 @@ def steps_at_once(work: Work) -> int:
     return -(-most // -(-most // UNROLL))
 
 
+class Compiled:
+    """A pure function of trees of tensors, compiled for every form and size of them that comes."""
+
+    def __init__(self, function: Callable[..., Any], channels_last: bool = False) -> None:
+        self._function, self._channels_last = function, channels_last
+        self._made: dict[Any, tuple[Callable[..., list[Tensor]], Any]] = {}
+
+    def __call__(self, *trees: Any, names: Sequence[str] = ()) -> Any:
+        """`names` are what may differ although all sizes are the same."""
+        flat = leaves(trees)
+        kind = (*names, *[t.shape for t in flat])
+        if kind not in self._made:
+            self._made[kind] = self._make(trees, flat)
+        program, form = self._made[kind]
+        return rebuilt(form, iter(program(*flat)))
+
+    def _make(self, trees: Any, flat: list[Tensor]) -> tuple[Callable[..., list[Tensor]], Any]:
+        from torch.fx.experimental.proxy_tensor import make_fx  # here, since it takes seconds to import
+
+        form: list[Any] = []
+
+        def on_tensors(*tensors: Tensor) -> list[Tensor]:
+            result = self._function(*rebuilt(trees, iter(tensors)))
+            form[:] = [mapped(lambda _: ..., result)]
+            return leaves(result)
+
+        apart = [t.clone() for t in flat]  # a tensor that stood for two arguments would be recorded as one
+        graph = make_fx(on_tensors, CHANNELS_LAST if self._channels_last else {})(*apart).forward
+        return torch.compile(graph, dynamic=False, fullgraph=True), form[0]
+
+
 class Program:
     """Steps of a client rule and a client optimizer, for one client or for a stack of them."""
 
@@ -85,51 +118,34 @@ class Program:
         small = sum(p.numel() for p in work.model.params.values()) <= SMALL
         self.unroll = steps_at_once(work) if self.masked and small else 1
         """Steps in a call."""
-        self._compiled: dict[Any, Callable[..., list[Tensor]]] = {}
+        on_cpu = next(iter(work.model.params.values())).device.type == "cpu"
+        self._compiled = {alike: Compiled(self._steps(alike), on_cpu and not stacked) for alike in (True, False)}
 
     def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], compiled: bool = True) -> Carry:
         """Piece after piece of the steps. Sizes that come too seldom are better not compiled for."""
-        flat, form = tree_flatten(carry.parts())
-        constants, constant_form = tree_flatten(
-            (fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr)
-        )
+        parts, alike = carry.parts(), carry.alike
+        constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
         with torch.no_grad():
             for given in pieces:
-                tensors = [*flat, *constants, *given]
-                if not (self.compile and compiled):
-                    flat = self._function(form, constant_form)(*tensors)
-                    continue
-                kind = (*fixed.own, *(t.shape for t in (flat[0], *given)))  # all that may be different another time
-                if kind not in self._compiled:
-                    self._compiled[kind] = self._compile(self._function(form, constant_form), tensors)
-                flat = self._compiled[kind](*tensors)
-        return Carry(*tree_unflatten(flat, form))
+                if self.compile and compiled:
+                    parts = self._compiled[alike](parts, constant, given, names=tuple(fixed.own))
+                else:
+                    parts = self._steps(alike)(parts, constant, given)
+                alike = False
+        return Carry(*parts, alike)
 
-    def _function(self, form: Any, constant_form: Any) -> Callable[..., list[Tensor]]:
-        """The steps as a function of tensors alone."""
-        step = vmap(self._step, in_dims=(0, (0, None, None, None), 0)) if self.stacked else self._step
-        places, constants = form.num_leaves, constant_form.num_leaves
+    def _steps(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
+        """Several of them, the first perhaps from one place for all."""
 
-        def on_tensors(*tensors: Tensor) -> list[Tensor]:
-            carry = tree_unflatten(tensors[:places], form)
-            constant = tree_unflatten(tensors[places : places + constants], constant_form)
-            given = tensors[places + constants :]
+        def take(carry: Any, constant: Any, given: Moments) -> Any:
             for place in range(len(given[0])):
+                step, here = self._step, None if alike and place == 0 else 0
+                if self.stacked:
+                    step = vmap(step, in_dims=(here, (0, None, None, None), 0))
                 carry = step(carry, constant, [t[place] for t in given])
-            result: list[Tensor] = tree_flatten(carry)[0]
-            return result
+            return carry
 
-        return on_tensors
-
-    def _compile(self, function: Callable[..., list[Tensor]], example: list[Tensor]) -> Callable[..., list[Tensor]]:
-        from torch.fx.experimental.proxy_tensor import make_fx  # here, since it takes seconds to import
-
-        apart = [t.clone() for t in example]  # a tensor that stood for two arguments would be recorded as one
-        program: Callable[..., list[Tensor]]
-        last = not self.stacked and apart[0].device.type == "cpu"  # where convolutions have their channels last
-        graph = make_fx(function, CHANNELS_LAST if last else {})(*apart).forward
-        program = torch.compile(graph, dynamic=False, fullgraph=True)
-        return program
+        return take
 
     def _step(self, carry: Any, constant: Any, given: list[Tensor]) -> Any:
         (params, buffers, state, loss_sum), (own, model, shared, lr) = carry, constant
@@ -142,7 +158,7 @@ class Program:
         new, new_state = self.optimizer.step(params, grads, state, lr)
         statistics.pop(KEY, None)
         after = self.laid_out(new), statistics, new_state, loss_sum + loss * size
-        return tree_map(lambda a, b: torch.where(size > 0, a, b), after, carry) if self.masked else after
+        return mapped(lambda a, b: torch.where(size > 0, a, b), after, carry) if self.masked else after
 
     def _inputs(self, x: Tensor) -> Tensor:
         """A single client's convolutions run fastest with channels last (oneDNN would reorder everything it is given);

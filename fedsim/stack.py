@@ -8,94 +8,120 @@ see each other (batch norm): then clients with batches of the same size go toget
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_map
 
 from fedsim import growth
 from fedsim.client.sgd import Sgd
 from fedsim.cohort import Partial, Upload
 from fedsim.data import PAD, ClientData, Dataset, crop_and_flip
+from fedsim.layers import Layers
 from fedsim.local import OPTIMIZER, dropout_key, optimizer_part
 from fedsim.participation.base import steps_taken
-from fedsim.program import Carry, Fixed, Given, Moments, Program
+from fedsim.program import Carry, Compiled, Fixed, Given, Moments, Program
 from fedsim.task import NOBODY
+from fedsim.trees import mapped
 from fedsim.types import Batch, Context, Finished, Model, State, Tree, Work
 
 GATHERED = 2**25
 """Bytes of samples brought together at a time, for as many steps as that holds."""
 
 
-def train(work: Work, clients: Sequence[int], program: Program, size: int) -> Upload:
-    """The clients' uploads, stacked. With a compiled program, stacks that are not full are filled up to `size`."""
+@dataclass(frozen=True)
+class Trained:
+    """A stack of clients after their round: every tensor has the client's dimension in front."""
+
+    clients: Sequence[int]
+    end: Finished
+    measured: Tree | None
+    loss: Tensor
+    """Sum over the samples, each at the moment it was used."""
+    seen: Tensor
+    """How many those were (1 at least)."""
+    kept: State
+
+
+def train(work: Work, clients: Sequence[int], program: Program, size: int) -> Trained:
+    """With a compiled program, stacks that are not full are filled up to `size` while they train."""
     measured = sensitivities(work, clients) if work.probe is not None else None
     stack = Stack(work, clients, program, size)
     stack.descend()
-    end, state = stack.finish(), stack.part(stack.carry.state)
-    kept = end.kept | {OPTIMIZER + n: t for n, t in state.items() if work.optimizer.persist_state}
-    delta = {n: p - end.model.params[n] for n, p in work.server.params.items()}
-    return Upload(
-        delta,
-        work.task.layers.stacked_norms(delta),
-        end.model.buffers,
-        measured,
-        stack.mean_loss(),
-        kept or None,
-        end.sent,
-        end.report,
-        end.model.params if work.individual else None,
-    )
+    end, loss = stack.finish(), stack.part(stack.carry.loss)
+    kept = dict(end.kept)
+    if work.optimizer.persist_state:
+        kept |= {OPTIMIZER + n: t for n, t in stack.part(stack.carry.state).items()}
+    seen = torch.from_numpy(np.maximum(stack.seen[: len(clients)], 1)).to(loss)
+    return Trained(clients, end, measured, loss, seen, kept)
 
 
-def summed(clients: Sequence[int], weights: Sequence[float], count: int, stack: Upload) -> Partial:
-    """A stack, reduced at once; `count` clients are in the whole cohort."""
-    w = torch.tensor(weights, dtype=stack.loss.dtype, device=stack.loss.device)
+class Sums:
+    """Stacks reduced at once, each to its part of the round's sums."""
 
-    def total(tree: Tree, factors: Tensor) -> Tree:
-        return {n: torch.tensordot(factors, t.to(factors.dtype), 1) for n, t in tree.items()}
+    def __init__(self, layers: Layers, size: int, compile: bool) -> None:
+        self._layers, self._size = layers, size
+        self._compiled = Compiled(self._sums) if compile else None
 
-    sums = {"delta": total(stack.delta, w), "buffers": total(stack.buffers, w)}
-    if stack.measured is not None:
-        sums["measured"] = total(stack.measured, w)
-    if stack.sent is not None:
-        sums["sent"] = total(stack.sent, torch.full_like(w, 1 / count))
-    states: dict[int, State] = {}
-    if stack.state is not None:
+    def __call__(self, work: Work, weights: Sequence[float], count: int, stack: Trained) -> Partial:
+        """`count` clients are in the whole cohort."""
+        end, w = stack.end, torch.tensor(weights, dtype=stack.loss.dtype, device=stack.loss.device)
+        uploads = {"buffers": end.model.buffers} | ({} if stack.measured is None else {"measured": stack.measured})
+        sent = {} if end.sent is None else {"sent": end.sent}
+        # One that is not full has a size of its own, which may never come again.
+        sums = self._compiled if self._compiled and len(weights) == self._size else self._sums
+        given = work.server.params, end.model.params, uploads, sent, stack.loss, stack.seen, w
+        trees, E, loss = sums(*given)
+        if end.sent is not None:
+            trees["sent"] = {n: t / count for n, t in trees["sent"].items()}
         # Copies: a slice would keep the whole stack alive.
-        states = {client: tree_map(torch.clone, at(stack.state, place)) for place, client in enumerate(clients)}
-    reports = [] if stack.report is None else list(stack.report)
-    return Partial(sums, w @ stack.norms, w @ stack.loss, states, reports)
+        states = {k: mapped(torch.clone, at(stack.kept, place)) for place, k in enumerate(stack.clients) if stack.kept}
+        return Partial(trees, E, loss, states, [] if end.report is None else list(end.report))
+
+    def _sums(
+        self, server: Tree, params: Tree, uploads: State, sent: State, loss: Tensor, seen: Tensor, w: Tensor
+    ) -> tuple[State, Tensor, Tensor]:
+        """(sum_k w_k of every upload, of the norms and of the mean losses), and the plain sum of what is `sent`."""
+        delta = {n: p - params[n] for n, p in server.items()}
+        trees = {
+            name: {n: torch.mv(t.to(w.dtype).reshape(len(w), -1).t(), w).view(t.shape[1:]) for n, t in tree.items()}
+            for name, tree in {"delta": delta, **uploads}.items()
+        }
+        trees |= {name: {n: t.sum(0) for n, t in tree.items()} for name, tree in sent.items()}
+        return trees, w @ self._layers.stacked_norms(delta), w @ (loss / seen)
 
 
-def apart(stack: Upload) -> Iterator[Upload]:
+def apart(work: Work, stack: Trained) -> list[Upload]:
     """The clients of a stack one by one, for those who must see them so."""
-    for place in range(len(stack.loss)):
-        yield Upload(
-            at(stack.delta, place),
-            stack.norms[place],
-            at(stack.buffers, place),
+    end, server = stack.end, work.server.params
+    delta = {n: p - end.model.params[n] for n, p in server.items()}
+    norms, loss = work.task.layers.stacked_norms(delta), stack.loss / stack.seen
+    return [
+        Upload(
+            at(delta, place),
+            norms[place],
+            at(end.model.buffers, place),
             at(stack.measured, place),
-            stack.loss[place],
-            stack.state and tree_map(torch.clone, at(stack.state, place)),
-            at(stack.sent, place),
-            at(stack.report, place),
-            at(stack.params, place),
+            loss[place],
+            mapped(torch.clone, at(stack.kept, place)) if stack.kept else None,
+            at(end.sent, place),
+            None if end.report is None else end.report[place],
+            at(end.model.params, place) if work.individual else None,
         )
+        for place in range(len(loss))
+    ]
 
 
 def at(tree: Any, place: int) -> Any:
     """One client's part."""
-    return None if tree is None else tree_map(lambda t: t[place], tree)
+    return mapped(lambda t: t[place], tree)
 
 
 def stacked(trees: Sequence[Any]) -> Any:
     """One tree of stacks, from the clients' trees."""
-    return tree_map(lambda *tensors: torch.stack(tensors), *trees)
+    return mapped(lambda *tensors: torch.stack(tensors), *trees)
 
 
 def cut(work: Work, clients: Sequence[int], size: int) -> list[list[int]]:
@@ -112,24 +138,21 @@ def cut(work: Work, clients: Sequence[int], size: int) -> list[list[int]]:
 def cut_into_steps(orders: Sequence[Sequence[np.ndarray]], width: int) -> np.ndarray:
     """What each client has in each step, of its epochs cut into pieces of `width`: [S, K, width, ...], -1 where there
     is nothing."""
-    steps = [sum(-(-len(order) // width) for order in client) for client in orders]
+    steps = max(sum(-(-len(order) // width) for order in client) for client in orders)
     shape = next((order.shape[1:] for client in orders for order in client), ())
-    table = np.full((max(steps), len(orders), width, *shape), -1, np.int64)
-    for place, client in enumerate(orders):
-        step = 0
+    rows = np.full((len(orders), steps * width, *shape), -1, np.int64)
+    for row, client in zip(rows, orders, strict=True):
+        start = 0
         for order in client:
-            number = -(-len(order) // width)
-            rows = np.full((number * width, *shape), -1, np.int64)
-            rows[: len(order)] = order
-            table[step : step + number, place] = rows.reshape(number, width, *shape)
-            step += number
-    return table
+            row[start : start + len(order)] = order
+            start += -(-len(order) // width) * width
+    return np.ascontiguousarray(rows.reshape(len(orders), steps, width, *shape).swapaxes(0, 1))
 
 
 def gathered(dataset: Dataset, positions: np.ndarray, crops: np.ndarray | None = None) -> Batch:
     """x and y, [S, K, B, ...], of samples at positions [S, K, B]."""
     stored, labels = dataset.train_x, dataset.train_y
-    padded = bool((positions < 0).any())
+    padded = bool(positions.min(initial=0) < 0)
     flat = torch.from_numpy(np.maximum(positions, 0) if padded else positions).to(labels.device).view(-1)
     x = stored.flatten(1).index_select(0, flat).view(-1, *stored.shape[1:])  # copies whole rows, unlike stored[flat]
     if crops is not None:
@@ -162,11 +185,8 @@ class Block:
     """[S, K, B] for each extra batch of a step."""
     taken: np.ndarray
     """[S, K] steps that a client has taken before."""
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """[S, K, batches]: samples of each client in each step's batch, and in the extra ones."""
-        return np.stack([(table >= 0).sum(2) for table in (self.index, *self.extra)], 2)
+    sizes: np.ndarray
+    """[S, K, batches]: samples of each client in each step's batch, and in the extra ones."""
 
     def padded(self, multiple: int) -> "Block":
         """With steps of nobody at the end."""
@@ -174,18 +194,20 @@ class Block:
         if not missing:
             return self
 
-        def longer(array: np.ndarray) -> np.ndarray:
-            return np.concatenate([array, np.full((missing, *array.shape[1:]), -1, np.int64)])
+        def longer(array: np.ndarray, with_: int = -1) -> np.ndarray:
+            return np.concatenate([array, np.full((missing, *array.shape[1:]), with_, np.int64)])
 
-        crops = None if self.crops is None else longer(self.crops)
-        return Block(longer(self.index), crops, [longer(e) for e in self.extra], longer(self.taken))
+        crops, extra = None if self.crops is None else longer(self.crops), [longer(e) for e in self.extra]
+        return Block(longer(self.index), crops, extra, longer(self.taken), longer(self.sizes, with_=0))
 
-    def moments(self, dataset: Dataset, key: Tensor, steps: slice) -> Moments:
+    def moments(self, dataset: Dataset, key: Tensor, drops: bool, steps: slice) -> Moments:
         """What a program is given for some of the steps."""
         batches = [gathered(dataset, self.index[steps], None if self.crops is None else self.crops[steps])]
         batches += [gathered(dataset, e[steps]) for e in self.extra]
         sizes = torch.from_numpy(self.sizes[steps, :, 0].astype(np.float32)).to(key.device)
-        keys = key + torch.from_numpy(self.taken[steps, :, None]).to(key)
+        keys = key.expand(len(sizes), *key.shape)
+        if drops:
+            keys = key + torch.from_numpy(self.taken[steps, :, None]).to(key)
         return [*(t for batch in batches for t in batch), sizes, keys]
 
 
@@ -206,22 +228,28 @@ class Stack:
             model = rule.start(self._context(own))
             return model.params, model.buffers, optimizer_part(own) or work.optimizer.init(model.params)
 
-        def copies(t: Tensor) -> Tensor:
-            return t.expand(self.size, *t.shape).contiguous()
-
-        # Clients without a state of their own all start alike.
-        begin = tree_map(torch.Tensor.contiguous, vmap(start)(self.own)) if self.own else tree_map(copies, start({}))
-        params, buffers, state = begin
         some = next(iter(work.model.params.values()))
-        self.carry = Carry(params, buffers, state, some.new_zeros(self.size))
+        # Clients without a state of their own all start alike.
+        params, buffers, state = vmap(start)(self.own) if self.own else start({})
+        self.carry = Carry(params, buffers, state, some.new_zeros(self.size if self.own else ()), alike=not self.own)
+        if self.own or program.unroll == 1:
+            self._apart()
         self.fixed = Fixed(self.own, work.model, work.shared, some.new_tensor(work.lr))
         self.key = dropout_key(work, filled)
         self.steps, self.seen = np.zeros(self.size, np.int64), np.zeros(self.size, np.int64)
 
+    def _apart(self) -> None:
+        """Give everyone a place of their own."""
+
+        def copies(t: Tensor) -> Tensor:
+            return t.expand(self.size, *t.shape).contiguous() if self.carry.alike else t.contiguous()
+
+        self.carry = Carry(*mapped(copies, self.carry.parts()))
+
     def part(self, tree: Any) -> Any:
         """The clients' own part of a stack that was filled up."""
         count = len(self.clients)
-        return tree if count == self.size else tree_map(lambda t: t[:count], tree)
+        return tree if count == self.size else mapped(lambda t: t[:count], tree)
 
     def _context(self, own: State, place: int | None = None) -> Context:
         """Of one client; inside a stack's program, without its data."""
@@ -250,6 +278,8 @@ class Stack:
             self._take(block)
             self.steps += (block.sizes[..., 0] > 0).sum(0)
             self.seen += block.sizes[..., 0].sum(0)
+        if self.carry.alike:  # nobody has taken a step
+            self._apart()
 
     def _block(self, epochs: Sequence[int], drawn: Sequence[Iterator[np.ndarray]]) -> Block:
         rule, effort = self.work.client, self.work.effort
@@ -260,8 +290,10 @@ class Stack:
         for place, (client, data) in enumerate(zip(self.clients, self.data, strict=True)):
             if client in effort:
                 index[steps_taken(rule.epochs * data.steps, effort[client]) - self.steps[place] :, place] = -1
-        index = index[: int((index >= 0).any((1, 2)).sum())]  # steps that somebody takes
-        there = (index >= 0).sum(2) > 0
+        sizes = (index >= 0).sum(2)
+        there = sizes > 0
+        some = int(there.any(1).sum())  # steps that somebody takes
+        index, sizes, there = index[:some], sizes[:some], there[:some]
         crops = None
         if self.work.data.dataset.augment:
             crops = cut_into_steps([*([c for _, c in client if c is not None] for client in orders), *nothing], width)
@@ -272,7 +304,8 @@ class Stack:
                 draws = [[next(draw)] if takes else [] for draw, takes in zip(drawn, now, strict=False)]
                 tables.append(cut_into_steps([*draws, *nothing], width))
         taken = np.cumsum(there, 0) - there + self.steps
-        return Block(index, crops, [np.concatenate(tables) for tables in extra], taken)
+        more = [np.concatenate(tables) for tables in extra]
+        return Block(index, crops, more, taken, np.stack([sizes, *((table >= 0).sum(2) for table in more)], 2))
 
     def _take(self, block: Block) -> None:
         """Its steps: many clients and, compiled, several steps in a call."""
@@ -282,7 +315,7 @@ class Stack:
         step_bytes = block.index[:together].size * dataset.train_x[0].numel() * 4
         at_once = together * max(GATHERED // max(step_bytes, 1), 1)
         for first in range(0, len(sizes), at_once):
-            moments = block.moments(dataset, self.key, slice(first, first + at_once))
+            moments = block.moments(dataset, self.key, bool(self.work.task.drops), slice(first, first + at_once))
             pieces = ([t[i : i + together] for t in moments] for i in range(0, len(moments[0]), together))
             if self.program.masked or (sizes[first : first + at_once] == width).all():
                 compiled = width == self.work.client.batch_size
@@ -297,18 +330,14 @@ class Stack:
         chosen = torch.from_numpy(members).to(self.device)
 
         def some(tree: Any) -> Any:
-            return tree_map(lambda t: t.index_select(0, chosen), tree)
+            return mapped(lambda t: t.index_select(0, chosen), tree)
 
         before = self.carry.parts()
         *batches, sizes, key = [t.index_select(1, chosen) for t in piece]
         given = [*(t[:, :, : widths[i // 2]] for i, t in enumerate(batches)), sizes, key]
         fixed = replace(self.fixed, own=some(self.own))
         after = self.program(Carry(*some(before)), fixed, [given], compiled=False)
-        self.carry = Carry(*tree_map(lambda t, part: t.index_copy(0, chosen, part), before, after.parts()))
-
-    def mean_loss(self) -> Tensor:
-        loss: Tensor = self.part(self.carry.loss / torch.from_numpy(np.maximum(self.seen, 1)).to(self.device))
-        return loss
+        self.carry = Carry(*mapped(lambda t, part: t.index_copy(0, chosen, part), before, after.parts()))
 
     def finish(self) -> Finished:
         """The rule's end of the round: for all clients at once, unless it goes over their data again."""

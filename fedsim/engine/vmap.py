@@ -84,11 +84,13 @@ class OneStack:
     size: int
     compile: bool
     program: Program | None = None
+    sums: stack.Sums | None = None
 
     def __call__(self, work: Work, job: Job) -> Partial | list[Upload]:
-        if self.program is None:
+        if self.program is None or self.sums is None:
             self.program = Program(work, stacked=True, compile=self.compile)
+            self.sums = stack.Sums(work.task.layers, self.size, self.compile)
         done = stack.train(work, job.clients, self.program, self.size)
         if work.individual or (work.privacy is not None and work.privacy.active):
-            return list(stack.apart(done))
-        return stack.summed(job.clients, job.weights, job.cohort, done)
+            return stack.apart(work, done)
+        return self.sums(work, job.weights, job.cohort, done)

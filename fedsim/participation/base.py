@@ -78,3 +78,9 @@ class Participation(ABC):
         if self.delay_sigma:
             delay *= math.exp(self.delay_sigma * rng.generator(seed, "delay", time, client).standard_normal())
         return delay + steps / speed
+
+    def slowest(self, seed: int, time: int, taken: Mapping[int, int]) -> float:
+        """The longest of these clients' durations; `taken` are their steps."""
+        if not (self.speed_sigma or self.delay_sigma):  # all alike: no need to ask each
+            return self.delay + max(taken.values()) / self.speed if taken else 0.0
+        return max((self.duration(seed, time, k, n) for k, n in taken.items()), default=0.0)

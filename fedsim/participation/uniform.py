@@ -19,10 +19,10 @@ class Uniform(Participation):
 
     def __call__(self, seed: int, round: int, steps: Sequence[int], clock: Clock) -> Turn:
         sampled = self.draw(seed, round, len(steps))
-        clients = [k for k in sampled if not self.fails(seed, round, k)]
+        clients = [k for k in sampled if not self.fails(seed, round, k)] if self.dropout else sampled
         effort = self.effort(seed, round, clients)
         taken = {k: steps_taken(steps[k], effort.get(k, 1.0)) for k in clients}
-        slowest = max((self.duration(seed, round, k, n) for k, n in taken.items()), default=0.0)
+        slowest = self.slowest(seed, round, taken)
         now = clock.get("now", 0.0)
         assert isinstance(now, float)
         return Turn(sampled, clients, effort, version=round, clock={"now": now + slowest}, sent=len(sampled))
