@@ -64,7 +64,7 @@ class Dataset:
         """Model inputs from stored samples: float32, standardised; or token numbers."""
         if self.tokens:
             return x.long()
-        floats = x.to(torch.float32)
+        floats = x.to(self.scale.dtype)
         scaled = floats * self.scale if floats is x else floats.mul_(self.scale)  # what is stored stays as it is
         return scaled.add_(self.shift)
 
