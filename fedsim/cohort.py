@@ -4,12 +4,15 @@ Clients are added one after another (or, by later engines, chunk after chunk), s
 An aggregator that truly needs every model (PFNM) says so; it alone is given them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedsim.layers import Layers
 from fedsim.local import LocalResult
 from fedsim.privacy.channel import Part, Summation
 from fedsim.types import Model, State, Tree, Work
@@ -76,12 +79,19 @@ class Upload:
     """For an aggregator that is `individual`."""
 
 
-def upload(work: Work, result: LocalResult) -> Upload:
-    """The client's last arithmetic: theta - theta_k and its lengths."""
-    delta = {n: p - result.params[n] for n, p in work.server.params.items()}
+def difference(layers: Layers, server: Tree, params: Tree) -> tuple[Tree, Tensor]:
+    """(theta - theta_k, its norms)."""
+    delta = {n: p - params[n] for n, p in server.items()}
+    return delta, layers.norms(delta)
+
+
+def upload(work: Work, result: LocalResult, compiled: Callable[[Tree, Tree], Any] | None = None) -> Upload:
+    """The client's last arithmetic; `compiled` is `difference`, if it is."""
+    take = compiled or partial(difference, work.task.layers)
+    delta, norms = take(work.server.params, result.params)
     return Upload(
         delta,
-        work.task.layers.norms(delta),
+        norms,
         result.buffers,
         result.measured,
         result.loss,

@@ -93,6 +93,11 @@ class Compiled:
         return rebuilt(form, iter(program(*flat)))
 
     def _make(self, trees: Any, flat: list[Tensor]) -> tuple[Callable[..., list[Tensor]], Any]:
+        # The first gradient starts autograd's threads. With what is imported next there would be some of these, and no
+        # process that is forked afterwards (engine=process, later in the same sweep) could take a gradient.
+        with torch.enable_grad():
+            one = torch.ones((), requires_grad=True)
+            torch.autograd.grad(one * 1, one)
         from torch.fx.experimental.proxy_tensor import make_fx  # here, since it takes seconds to import
 
         form: list[Any] = []

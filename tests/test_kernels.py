@@ -1,5 +1,8 @@
 """A compiled step's own forms of pooling and convolution, against torch's."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,3 +38,21 @@ def test_gradients(name: str) -> None:
     with torch.no_grad():
         found = Compiled(gradient, channels_last=True)(params, x)
     assert_close(found, gradient(params, x), rtol=1e-12, atol=1e-12)
+
+
+FORKED = """
+import os, torch
+from fedsim.program import Compiled
+Compiled(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2))
+if (child := os.fork()) == 0:
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad((x * x).sum(), x)
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_forked_after_compiling_takes_gradients() -> None:
+    """As a sweep does that goes from an engine which compiles in its own process to one with workers."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ class Place:
 @dataclass(frozen=True)
 class Parcel:
     memory: Tensor | None
-    """Bytes; None: the same as the last time."""
+    """Bytes; None: the same as the last time but one."""
     shapes: list[tuple[int, torch.dtype, torch.Size]]
     """Where each tensor begins, and what it is."""
     rest: Any
@@ -29,10 +29,11 @@ class Parcel:
 
 
 class Outbox:
-    """The sender's side. What was sent is gone when the next parcel is packed."""
+    """The sender's side. It has two pieces of memory and takes them in turns: what was sent stays as it is until the
+    second parcel after it is packed."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pieces = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def pack(self, content: Any) -> Parcel:
         tensors: list[Tensor] = []
@@ -46,29 +47,32 @@ class Outbox:
         for t in tensors:
             shapes.append((size, t.dtype, t.shape))
             size += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
-        device = tensors[0].device if tensors else self._memory.device
+        memory = self._pieces.pop(0)
+        device = tensors[0].device if tensors else memory.device
         # On a GPU it is a new piece each time: torch then orders what the two processes do with it.
-        new = size > len(self._memory) or device.type != "cpu"
+        new = size > len(memory) or device.type != "cpu"
         if new:
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                self._memory.share_memory_()  # type: ignore[no-untyped-call]
-        for t, place in zip(tensors, views(self._memory, shapes), strict=True):
+                memory.share_memory_()  # type: ignore[no-untyped-call]
+        self._pieces.append(memory)
+        for t, place in zip(tensors, views(memory, shapes), strict=True):
             place.copy_(t)
-        return Parcel(self._memory if new else None, shapes, rest)
+        return Parcel(memory if new else None, shapes, rest)
 
 
 class Inbox:
     """The receiver's."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pieces = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def unpack(self, parcel: Parcel, copy: bool) -> Any:
-        """The content. Unless copied, its tensors are still in the shared memory, until the next parcel is packed."""
-        if parcel.memory is not None:
-            self._memory = parcel.memory
-        tensors = [t.clone() if copy else t for t in views(self._memory, parcel.shapes)]
+        """The content. Unless copied, its tensors are in the shared memory, and only lent."""
+        memory = self._pieces.pop(0)
+        memory = memory if parcel.memory is None else parcel.memory
+        self._pieces.append(memory)
+        tensors = [t.clone() if copy else t for t in views(memory, parcel.shapes)]
         return walked(parcel.rest, lambda node: isinstance(node, Place), lambda place: tensors[place.number])
 
 

@@ -70,8 +70,8 @@ class Pool:
             self._workers.append(Worker(process, near))
         weakref.finalize(self, stop, self._workers)
 
-    def run(self, work: Work, jobs: Sequence[Job]) -> Iterator[Any]:
-        """The jobs' results, in order."""
+    def run(self, work: Work, jobs: Sequence[Job], lend: bool = False) -> Iterator[Any]:
+        """The jobs' results, in order. `lend`: one may lie in memory that is used again when the next is asked for."""
         changing = {f.name: getattr(work, f.name) for f in fields(work) if f.name not in STATIC}
         states = changing.pop("states")
         waiting, done = list(range(len(jobs))), dict[int, Any]()
@@ -97,7 +97,8 @@ class Pool:
                 for ready in wait(list(busy)):
                     assert isinstance(ready, Connection)
                     worker, number = busy.pop(ready)
-                    done[number] = self._result(worker)
+                    # A worker writes its next result elsewhere, and no other is asked for while this one is lent.
+                    done[number] = self._result(worker, copy=not lend or number != place)
                     free.append(worker)
                     hand_out()
             yield done.pop(place)
@@ -108,14 +109,14 @@ class Pool:
         except BrokenPipeError as error:
             raise WorkerDied(obituary(worker)) from error
 
-    def _result(self, worker: Worker) -> Any:
+    def _result(self, worker: Worker, copy: bool) -> Any:
         try:
             answer = worker.end.recv()
         except (EOFError, ConnectionResetError) as error:
             raise WorkerDied(obituary(worker)) from error
         if isinstance(answer, Exception):
             raise answer
-        return worker.results.unpack(answer, copy=True)
+        return worker.results.unpack(answer, copy)
 
 
 def obituary(worker: Worker) -> str:

@@ -4,16 +4,18 @@ convolutions on a CPU. Clients are added up in order, so that the sums have the 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from fedsim import check, evaluation
-from fedsim.cohort import Cohort, CohortSum, Upload, upload
+from fedsim.cohort import Cohort, CohortSum, Upload, difference, upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.local import train
-from fedsim.program import Program
+from fedsim.program import Compiled, Program
 from fedsim.task import Evaluation
+from fedsim.trees import mapped
 from fedsim.types import Work
 
 
@@ -35,8 +37,10 @@ class Process:
             self._pools.append(Pool(self.workers or os.cpu_count() or 1, self.threads, work, do))
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
-        for client, weight, result in zip(clients, weights, self._pools[0].run(work, jobs), strict=True):
-            total.add(client, weight, result)
+        results = self._pools[0].run(work, jobs, lend=True)
+        for client, weight, result in zip(clients, weights, results, strict=True):
+            own = {name: mapped(torch.clone, getattr(result, name)) for name in ("state", "report", "params")}
+            total.add(client, weight, replace(result, **own))  # what outlives the round
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
@@ -53,6 +57,7 @@ class OneClient:
 
     compile: bool
     program: Program | None = None
+    difference: Compiled | None = None
 
     def __call__(self, work: Work, job: Job) -> Upload | Evaluation:
         if job.rows is not None:
@@ -60,6 +65,9 @@ class OneClient:
         return self.trained(work, job)
 
     def trained(self, work: Work, job: Job) -> Upload:
-        if self.compile and self.program is None:
+        if not self.compile:
+            return upload(work, train(work, job.clients[0]))
+        if self.program is None:
             self.program = Program(work, stacked=False, compile=True)
-        return upload(work, train(work, job.clients[0], self.program))
+            self.difference = Compiled(partial(difference, work.task.layers))
+        return upload(work, train(work, job.clients[0], self.program), self.difference)
