@@ -280,9 +280,6 @@ def measure(
     moved = layers.norms({n: p - old[n] for n, p in model.params.items()})
     norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
     values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
-    for i, part in enumerate(layers.parts, start=len(layers.names)):
-        values |= {f"norm/{name}" + ("" if part == "all" else f"_{part}"): norm[i] for name, norm in norms.items()}
-    table = {name: norm[: len(layers.names)] for name, norm in norms.items()} | direction.layers
     evaluations: dict[str, Evaluation] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
         averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
@@ -294,7 +291,11 @@ def measure(
             again = replace(again, lr=exp.schedule(exp.client_optimizer.lr, state.round))
             values |= personal.accuracy(again, exp.eval.personal_clients, exp.eval.batch_size)
 
-    row, layer_rows = fetch(values, evaluations, table)
+    row, columns = fetch(values, evaluations, norms | direction.layers)
+    for name in norms:
+        for part, norm in zip(layers.parts, columns[name][len(layers.names) :], strict=True):
+            row[f"norm/{name}" + ("" if part == "all" else f"_{part}")] = norm
+    layer_rows = {name: column[: len(layers.names)] for name, column in columns.items()}
     row["round"] = state.round + 1
     if row["norm/E"] > 0:
         row["norm/N_over_E"] = row["norm/N"] / row["norm/E"]
@@ -327,19 +328,24 @@ def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[
 
 
 def fetch(
-    values: Mapping[str, Tensor], evaluations: Mapping[str, Evaluation], table: Mapping[str, Tensor]
+    values: Mapping[str, Tensor], evaluations: Mapping[str, Evaluation], vectors: Mapping[str, Tensor]
 ) -> tuple[Row, LayerRows]:
     """Everything measured in a round, as numbers: one transfer from the device."""
-    tensors = dict(values)
+    scalars = dict(values)
     for name, e in evaluations.items():
-        tensors[f"{name}/loss"] = e.loss_sum / e.count
+        scalars[f"{name}/loss"] = e.loss_sum / e.count
         if e.correct is not None:
             # Whole numbers are divided as such; a count that lies on the device is not waited for.
-            tensors[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
-    flat = torch.cat([t.reshape(-1).to(torch.float32) for t in (*tensors.values(), *table.values())]).tolist()
-    row: Row = dict(zip(tensors, flat, strict=False))
+            scalars[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
+    pieces = [t.reshape(-1) for t in scalars.values()] + list(vectors.values())
+    flat: list[float] = torch.cat([t.to(torch.float32) for t in pieces]).tolist()
+    row: Row = dict(zip(scalars, flat, strict=False))
     for name, e in evaluations.items():
         if e.correct is not None and isinstance(e.count, int):
             row[f"{name}/accuracy"] /= e.count
-    rest, count = flat[len(tensors) :], len(next(iter(table.values())))
-    return row, {name: rest[i * count : (i + 1) * count] for i, name in enumerate(table)}
+    columns: LayerRows = {}
+    place = len(scalars)
+    for name, vector in vectors.items():
+        columns[name] = flat[place : place + len(vector)]
+        place += len(vector)
+    return row, columns

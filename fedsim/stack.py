@@ -262,7 +262,8 @@ class Stack:
         return state
 
     def _model(self, place: int) -> Model:
-        return Model(at(self.carry.params, place), at(self.carry.buffers, place))
+        model = self.carry.params, self.carry.buffers
+        return Model(*(model if self.carry.alike else at(model, place)))
 
     def descend(self) -> None:
         """The loop: block after block of epochs, as each client's rule plans them."""

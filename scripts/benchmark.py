@@ -1,7 +1,7 @@
 """How fast a round is: fedsim's engines, plain hand-written PyTorch loops and rival simulators on identical work.
 
     python scripts/benchmark.py [W1 W3 ...] [--repeats 5] [--seconds 4] [--json FILE]        (also: make bench)
-    python scripts/benchmark.py --growth FOLDER | --profile                                  (pictures; shares of time)
+    python scripts/benchmark.py --growth FOLDER | --profile | --elastic       (pictures; shares of time; sensitivities)
 
 A plain loop trains one client after another on tensors in memory, resets the model in place and uses no DataLoader:
 in this process with as many threads as cores, and in as many processes as cores with one thread each. Peers are those
@@ -104,12 +104,12 @@ def made(name: str) -> dict[str, np.ndarray]:
     return {"train_x": x, "train_y": y, "test_x": x[:1000], "test_y": y[:1000]}
 
 
-def experiment(overrides: list[str], engine: str) -> tuple[Experiment, bool]:
+def experiment(overrides: list[str], engine: str, more: Sequence[str] = ()) -> tuple[Experiment, bool]:
     """What fedsim would run, and whether on the real data."""
     register_resolvers([])
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("config", [*overrides, f"engine={engine}", *COMMON.split()])
+        composed = compose("config", [*overrides, f"engine={engine}", *COMMON.split(), *more])
     config = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(config, dict)
     device = build.device("auto")
@@ -301,8 +301,9 @@ def serve(workload: str, variant: str) -> None:
         print(json.dumps({"rounds": played, "seconds": seconds, "peak_mb": peak_mb(os.getpid())}), flush=True)
 
 
-def peak_mb(root: int) -> int:
-    """The peaks of a process and of all that descend from it, added up; pages that they share count in each."""
+def peak_mb(root: int, field: str = "VmHWM") -> int:
+    """The peaks of a process and of all that descend from it, added up; pages that they share count in each. Or what
+    they have now (VmRSS)."""
     parent, peak = {}, {}
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -310,7 +311,7 @@ def peak_mb(root: int) -> int:
         except OSError:  # it has just ended
             continue
         pid = int(lines["Pid"])
-        parent[pid], peak[pid] = int(lines["PPid"]), int(lines.get("VmHWM", "0 kB").split()[0])
+        parent[pid], peak[pid] = int(lines["PPid"]), int(lines.get(field, "0 kB").split()[0])
 
     def descends(pid: int) -> bool:
         return pid == root or (pid in parent and descends(parent[pid]))
@@ -412,26 +413,29 @@ def profile(workload: str) -> dict[str, Any]:
     }
 
 
-GROWTH = "dataset=synthetic model=logistic partition=iid client.batch_size=10"
+GROWTH = "dataset=synthetic model=logistic partition=iid client.batch_size=5"
 
 
 def grown(clients: int, total: int, engine: str) -> dict[str, float]:
-    """Seconds a round and peak memory, in a process of its own: logistic regression, 20 samples a client."""
+    """Seconds a round, and what the rounds need beyond the data, in a process of its own: logistic regression, ten
+    samples a client."""
     command = [sys.executable, __file__, "--grown", str(clients), str(total), engine]
     answer: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return answer
 
 
 def play_grown(clients: int, total: int, engine: str) -> None:
-    samples = max(20 * total, 20_000)
-    keys = f"{GROWTH} dataset.train_samples={samples} partition.num_clients={total}"
+    keys = f"{GROWTH} dataset.train_samples={10 * total} partition.num_clients={total}"
     exp, _ = experiment([*keys.split(), f"participation.clients_per_round={clients}"], engine)
     state, times = initial_state(exp), []
     for _ in range(2 + max(5, min(200, 2000 // clients))):
+        if len(times) == 2:  # compiled; from here on the peaks count
+            Path("/proc/self/clear_refs").write_text("5")
+            before = peak_mb(os.getpid(), "VmRSS")
         begun = time.perf_counter()
         state, _, _ = play(exp, state)
         times.append(time.perf_counter() - begun)
-    print(json.dumps({"round_s": statistics.median(times[2:]), "peak_mb": peak_mb(os.getpid())}))
+    print(json.dumps({"round_s": statistics.median(times[2:]), "added_mb": peak_mb(os.getpid()) - before}))
 
 
 def growth(folder: Path) -> None:
@@ -451,15 +455,39 @@ def growth(folder: Path) -> None:
             x = [clients if title == "clients a round" else total for clients, total in points]
             table[f"{title}, {engine}"] = dict(zip(map(str, x), rows, strict=True))
             times.loglog(x, [1e3 * row["round_s"] for row in rows], "o-", label=engine)
-            memory.semilogx(x, [row["peak_mb"] for row in rows], "o-", label=engine)
-        for axes, label in ((times, "ms a round"), (memory, "peak memory, MB")):
+            memory.semilogx(x, [row["added_mb"] for row in rows], "o-", label=engine)
+        for axes, label in ((times, "ms a round"), (memory, "peak of a round above the data, MB")):
             axes.set_xlabel(title)
             axes.set_ylabel(label)
             axes.legend(frameon=False)
-        memory.set_ylim(bottom=0)
+        memory.set_ylim(0, max(10.0, memory.get_ylim()[1]))
         figure.tight_layout()
         figure.savefig(folder / f"{title.replace(' ', '_')}.png", dpi=120)
     (folder / "growth.json").write_text(json.dumps(table, indent=2) + "\n")
+
+
+ELASTIC = "partition.sensitivity_fraction=0.2"
+
+
+def elastic(workload: str, repeats: int) -> dict[str, float]:
+    """What a round of elastic aggregation costs beside one of the naive, on the same data; rounds take turns."""
+    overrides = WORKLOADS[workload][1].split()
+    rounds = {}
+    for name in ("fedavg", "elastic"):
+        exp, _ = experiment(overrides, "auto", [f"aggregator={name}", ELASTIC])
+        rounds[name] = fedsim_rounds(exp)
+        for number in range(2):
+            rounds[name](number)
+    ratios = []
+    for repeat in range(repeats):
+        seconds = {}
+        for name in sorted(rounds, reverse=repeat % 2 == 0):
+            begun = time.perf_counter()
+            for number in range(CYCLE):
+                rounds[name](number)
+            seconds[name] = time.perf_counter() - begun
+        ratios.append(seconds["elastic"] / seconds["fedavg"])
+    return {"ratio": statistics.median(ratios), "bound": 1 + 1.1 * 0.2}
 
 
 def main() -> None:
@@ -471,6 +499,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--growth", type=Path, metavar="FOLDER", help="draw time and memory against clients instead")
     parser.add_argument("--profile", action="store_true", help="say where a round's time goes instead")
+    parser.add_argument("--elastic", action="store_true", help="compare elastic's round with the naive one instead")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--grown", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -497,8 +526,9 @@ def tell(given: argparse.Namespace) -> None:
     }
     for name in given.workloads or WORKLOADS:
         title, _ = WORKLOADS[name]
-        if given.profile:
-            results[name] = {"title": title, **profile(name)}
+        if given.profile or given.elastic:
+            found = profile(name) if given.profile else elastic(name, given.repeats)
+            results[name] = {"title": title, **found}
             console.print(name, results[name])
         else:
             found = measure(name, given.repeats, given.seconds, given.peers)
