@@ -333,9 +333,11 @@ def peer(name: str, workload: str) -> dict[str, Any]:
     return answer
 
 
-def measure(workload: str, repeats: int, seconds: float, peers: Sequence[str]) -> dict[str, dict[str, Any]]:
+def measure(
+    workload: str, repeats: int, seconds: float, engines: Sequence[str], peers: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Every variant's numbers: all take turns, the peers in the middle."""
-    children = {v: Child(workload, v) for v in (*(f"fedsim {e}" for e in ENGINES), *PLAIN)}
+    children = {v: Child(workload, v) for v in (*(f"fedsim {e}" for e in engines), *PLAIN)}
     found: dict[str, dict[str, Any]] = {}
     for repeat in range(repeats):
         for child in children.values():
@@ -428,10 +430,9 @@ def play_grown(clients: int, total: int, engine: str) -> None:
     keys = f"{GROWTH} dataset.train_samples={10 * total} partition.num_clients={total}"
     exp, _ = experiment([*keys.split(), f"participation.clients_per_round={clients}"], engine)
     state, times = initial_state(exp), []
+    Path("/proc/self/clear_refs").write_text("5")  # building had peaks of its own
+    before = peak_mb(os.getpid(), "VmRSS")
     for _ in range(2 + max(5, min(200, 2000 // clients))):
-        if len(times) == 2:  # compiled; from here on the peaks count
-            Path("/proc/self/clear_refs").write_text("5")
-            before = peak_mb(os.getpid(), "VmRSS")
         begun = time.perf_counter()
         state, _, _ = play(exp, state)
         times.append(time.perf_counter() - begun)
@@ -456,7 +457,7 @@ def growth(folder: Path) -> None:
             table[f"{title}, {engine}"] = dict(zip(map(str, x), rows, strict=True))
             times.loglog(x, [1e3 * row["round_s"] for row in rows], "o-", label=engine)
             memory.semilogx(x, [row["added_mb"] for row in rows], "o-", label=engine)
-        for axes, label in ((times, "ms a round"), (memory, "peak of a round above the data, MB")):
+        for axes, label in ((times, "ms a round"), (memory, "peak above what the data take, MB")):
             axes.set_xlabel(title)
             axes.set_ylabel(label)
             axes.legend(frameon=False)
@@ -495,6 +496,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="W", help=f"of {', '.join(WORKLOADS)}; all, if none is given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of each variant in each repeat")
+    parser.add_argument("--engines", nargs="+", default=ENGINES, help="of fedsim")
     parser.add_argument("--peers", nargs="*", default=["pfl", "flower", "fluke"], help="to compare with, if installed")
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--growth", type=Path, metavar="FOLDER", help="draw time and memory against clients instead")
@@ -531,7 +533,7 @@ def tell(given: argparse.Namespace) -> None:
             results[name] = {"title": title, **found}
             console.print(name, results[name])
         else:
-            found = measure(name, given.repeats, given.seconds, given.peers)
+            found = measure(name, given.repeats, given.seconds, given.engines, given.peers)
             results[name] = {"title": title, "variants": found}
             console.print(as_table(f"{name}: {title}", found))
         if given.json:
@@ -539,7 +541,7 @@ def tell(given: argparse.Namespace) -> None:
 
 
 def as_table(title: str, found: dict[str, dict[str, Any]]) -> Table:
-    made_up = "" if found[f"fedsim {ENGINES[0]}"]["real_data"] else " (made-up data)"
+    made_up = " (made-up data)" if any(about.get("real_data") is False for about in found.values()) else ""
     rates = {v: about["rounds_per_s"] for v, about in found.items() if "rounds_per_s" in about}
     plain = max(rate for v, rate in rates.items() if v in PLAIN)
     rival = max((rates[v] for v in rates if v not in PLAIN and not v.startswith("fedsim")), default=None)
