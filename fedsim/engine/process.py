@@ -37,10 +37,11 @@ class Process:
             self._pools.append(Pool(self.workers or os.cpu_count() or 1, self.threads, work, do))
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
-        results = self._pools[0].run(work, jobs, lend=True)
+        # An aggregator that is `individual` keeps whole uploads until the round's end.
+        results = self._pools[0].run(work, jobs, lend=not work.individual)
         for client, weight, result in zip(clients, weights, results, strict=True):
-            own = {name: mapped(torch.clone, getattr(result, name)) for name in ("state", "report", "params")}
-            total.add(client, weight, replace(result, **own))  # what outlives the round
+            own = {name: mapped(torch.clone, getattr(result, name)) for name in ("state", "report")}
+            total.add(client, weight, replace(result, **own))  # what outlives this client's turn
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
