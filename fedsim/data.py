@@ -211,10 +211,12 @@ class FederatedData:
 
     def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         """B_k without its labels, in the order in which it was drawn."""
+        return (self.dataset.inputs(x) for x in self.stored_sensitivity_batches(client, batch_size))
+
+    def stored_sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         held = self.on_device(self.split.sensitivity(client))
         size = batch_size or max(len(held), 1)
-        for start in range(0, len(held), size):
-            yield self.dataset.inputs(self.dataset.train_x[held[start : start + size]])
+        return (self.dataset.train_x[held[start : start + size]] for start in range(0, len(held), size))
 
     @cached_property
     def training_set(self) -> Tensor:
@@ -246,15 +248,22 @@ class ClientData:
 
     def batches(self, epochs: int) -> Iterator[Batch]:
         """The training batches: each epoch a fresh order of the samples, the last batch may be short."""
-        data = self._whole.dataset
+        return (self.input(batch) for batch in self.stored(epochs))
+
+    def stored(self, epochs: int) -> Iterator[Batch]:
+        """The same, with samples as they are stored."""
         for positions, draws in self.orders(epochs):
             order, crops = self._whole.on_device(positions), None if draws is None else self._whole.on_device(draws)
             for start in range(0, len(self), self._size):
-                index = order[start : start + self._size]
-                x = data.train_x[index]
-                if crops is not None:
-                    x = crop_and_flip(x, crops[start : start + self._size])
-                yield data.inputs(x), data.train_y[index]
+                x, y = self._samples(order[start : start + self._size])
+                yield x if crops is None else crop_and_flip(x, crops[start : start + self._size]), y
+
+    def input(self, stored: Batch) -> Batch:
+        """What the model is given of a batch."""
+        return self._whole.dataset.inputs(stored[0]), stored[1]
+
+    def _samples(self, index: Tensor) -> Batch:
+        return self._whole.dataset.train_x[index], self._whole.dataset.train_y[index]
 
     def orders(self, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """The samples' positions in the dataset, each epoch in a fresh order, and how each is cropped."""
@@ -265,9 +274,11 @@ class ClientData:
     @cached_property
     def extra(self) -> Iterator[Batch]:
         """More batches, as many as one likes, each drawn afresh and independently of the training batches."""
-        data = self._whole.dataset
-        indices = (self._whole.on_device(positions) for positions in self.drawn())
-        return ((data.inputs(data.train_x[index]), data.train_y[index]) for index in indices)
+        return (self.input(batch) for batch in self.stored_extra)
+
+    @cached_property
+    def stored_extra(self) -> Iterator[Batch]:
+        return (self._samples(self._whole.on_device(positions)) for positions in self.drawn())
 
     def drawn(self) -> Iterator[np.ndarray]:
         """The positions of the extra batches' samples."""
@@ -277,10 +288,8 @@ class ClientData:
 
     def all(self) -> Iterator[Batch]:
         """Every sample once, in a fixed order, as it is."""
-        data = self._whole.dataset
         for start in range(0, len(self), self._size):
-            index = self._whole.on_device(self.own[start : start + self._size])
-            yield data.inputs(data.train_x[index]), data.train_y[index]
+            yield self.input(self._samples(self._whole.on_device(self.own[start : start + self._size])))
 
 
 def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:

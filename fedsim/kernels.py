@@ -1,5 +1,6 @@
-"""Operations of a convolutional network in the form that is fastest on a CPU, with channels last. The compiler neither
-vectorises a pool's search for its maxima nor the way back: torch's own kernels do."""
+"""Operations in the form that is fastest on a CPU: those of a single client's convolutional network, with channels
+last (the compiler neither vectorises a pool's search for its maxima nor the way back: torch's own kernels do), and
+those of a stack of small models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 aten = torch.ops.aten
+FEW_OUTPUTS = 16
 
 # Under names of our own torch's kernels are left alone by the compiler. (torch.library.custom_op would check every call
 # for a tenth of a millisecond.)
@@ -71,7 +73,18 @@ def _last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-CHANNELS_LAST: dict[Any, Callable[..., Any]] = {
+def products(a: Tensor, b: Tensor) -> Any:
+    """A stack's layers with few outputs, as sums that the compiler vectorises: MKL's kernels are for wider ones."""
+    rowwise = a.stride(2) == 1 and b.stride(1) == 1
+    if b.shape[2] > FEW_OUTPUTS or a.shape[2] < FEW_OUTPUTS or not rowwise:
+        return NotImplemented
+    a, b = (t.as_strided(t.shape, t.stride()) for t in (a, b))  # which the compiler then has in memory
+    return (a.unsqueeze(2) * b.transpose(1, 2).unsqueeze(1)).sum(-1)
+
+
+Decompositions = dict[Any, Callable[..., Any]]
+STACKED: Decompositions = {aten.bmm.default: products}
+CHANNELS_LAST: Decompositions = {
     aten.max_pool2d_with_indices.default: pooled,
     aten.max_pool2d_with_indices_backward.default: pooled_backward,
     aten.convolution_backward.default: convolution_backward,

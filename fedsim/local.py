@@ -1,6 +1,6 @@
 """One client's round: the loop over local batches, as every engine but the stacked one runs it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor
 from fedsim import growth, rng
 from fedsim.model.dropout import KEY
 from fedsim.participation.base import steps_taken
-from fedsim.program import Carry, Fixed, Program, moment
+from fedsim.program import Carry, Fixed, Program
 from fedsim.task import Task
+from fedsim.trees import mapped
 from fedsim.types import Context, Finished, Model, Probe, State, Tree, Work
 
 OPTIMIZER = "optimizer/"
@@ -36,7 +37,9 @@ class LocalResult:
 def train(work: Work, client: int, program: Program | None = None) -> LocalResult:
     """Probe the broadcast model, then train it on the client's own data; with a compiled `program`, if one is given."""
     measured = None
-    if work.probe is not None:
+    if work.probe is not None and program is not None:
+        measured = measure_compiled(work, client, program)
+    elif work.probe is not None:
         batches = work.data.sensitivity_batches(client, work.probe.batch_size or work.client.batch_size)
         measured = measure(work.probe, work.task, work.model, batches)
     finished, loss, optimizer_state = descend(work, client, "batches", program=program)
@@ -45,12 +48,24 @@ def train(work: Work, client: int, program: Program | None = None) -> LocalResul
     return LocalResult(upload.params, upload.buffers, measured, loss, kept or None, finished.sent, finished.report)
 
 
-def measure(probe: Probe, task: Task, model: Model, batches: Iterator[Tensor]) -> Tree:
+def measure(probe: Probe, task: Task, model: Model, batches: Iterable[Tensor]) -> Tree:
     """What an aggregator has a client measure."""
     found, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
     for x in batches:
         found, count = probe.step(task, model, found, x, None), count + 1
     return probe.end(found, max(count, 1))
+
+
+def measure_compiled(work: Work, client: int, program: Program) -> Tree:
+    """The same; a short last batch goes uncompiled."""
+    assert work.probe is not None
+    params, count = program.laid_out(work.model.params), 0
+    found = {n: torch.zeros_like(p) for n, p in params.items()}
+    for x in work.data.stored_sensitivity_batches(client, program.probe_size):
+        given, usual = {"batches": [(x.unsqueeze(0),)]}, len(x) == program.probe_size
+        found = program.probing(found, (params, work.model.buffers), [given], compiled=usual)
+        count += 1
+    return work.probe.end(found, max(count, 1))
 
 
 def personal(work: Work, client: int) -> Model:
@@ -81,24 +96,28 @@ def descend(
     loss_sum, seen, steps = some.new_zeros(()), 0, 0
     if program is not None:
         params = program.laid_out(params)
-    fixed = Fixed(own, work.model, work.shared, some.new_tensor(work.lr))
+    fixed, usual_size = (
+        Fixed(own, work.model, work.shared, some.new_tensor(work.lr)),
+        some.new_tensor(rule.batch_size or 0),
+    )
 
     def present_loss() -> float:
         return work.task.mean_loss(Model(params, buffers), data).item()
 
     for epochs in rule.plan(context, present_loss):
-        for batch in data.batches(epochs):
+        for stored in data.stored(epochs):
             if steps == most:
                 break
-            size = len(batch[1])
+            size = len(stored[1])
             if program is not None and size == rule.batch_size:
-                given = [batch, *(next(data.extra) for _ in range(rule.extra_batches))]
+                batches = [stored, *(next(data.stored_extra) for _ in range(rule.extra_batches))]
+                moment = {"batches": batches, "size": usual_size, "key": key + steps}
                 carry = Carry(params, buffers, state, loss_sum)
-                carry = program(carry, fixed, [moment(given, some.new_tensor(float(size)), key + steps)])
-                params, buffers, state, loss_sum = carry.params, carry.buffers, carry.state, carry.loss
+                carry = program(carry, fixed, [mapped(lambda t: t.unsqueeze(0), moment)])
+                params, buffers, state, loss_sum = carry.parts()
             else:
                 buffers |= {KEY: key + steps} if work.task.drops else {}
-                grads, loss = rule.gradient(work.task, params, buffers, batch, context)
+                grads, loss = rule.gradient(work.task, params, buffers, data.input(stored), context)
                 params, state = optimizer.step(params, grads, state, work.lr)
                 buffers.pop(KEY, None)
                 loss_sum += loss * size

@@ -1,11 +1,14 @@
 """Local steps as one program: a pure function of tensors, for one client or a stack of them, compiled if asked for.
 
-`torch.compile` is given a graph that make_fx has recorded, not the Python code: whatever a rule or a model does in
-Python is gone by then, the sizes are fixed, and what is left to look at before each call are a few tensors.
+The compiler is given a graph that make_fx has recorded, not the Python code: whatever a rule or a model does in Python
+is gone by then, the sizes are fixed, and nothing has to be looked at before each call. Samples are given as they are
+stored: a step makes its inputs of them itself, a batch at a time, while they are in the cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedsim.data import ClientData
-from fedsim.kernels import CHANNELS_LAST
+from fedsim.kernels import CHANNELS_LAST, STACKED, Decompositions
 from fedsim.model.dropout import KEY
 from fedsim.trees import leaves, mapped, rebuilt
 from fedsim.types import Batch, Context, Model, State, Tree, Work
@@ -58,35 +61,24 @@ class Fixed:
     lr: Tensor
 
 
-Moments = list[Tensor]
-"""What some steps are given, each tensor with the step as first dimension: x and y of the batch and of the extra ones,
-the number of samples in the batch, the key of the step's dropout."""
-
-
-def moment(batches: Sequence[Batch], size: Tensor, key: Tensor) -> Moments:
-    """Of a single step."""
-    return [t.unsqueeze(0) for t in (*(t for batch in batches for t in batch), size, key)]
-
-
-def steps_at_once(work: Work) -> int:
-    """As many as the client with most of them takes, cut into equal pieces of at most UNROLL."""
-    batch_size = work.client.batch_size
-    assert batch_size is not None
-    most = work.client.epochs * -(-int(work.data.sizes.max()) // batch_size)
-    return -(-most // -(-most // UNROLL))
+Moments = dict[str, Any]
+"""What some steps are given, each tensor with the step as first dimension: `batches`, the batch and the extra ones,
+each x as it is stored and y; and, where they are wanted, `size`, how many samples the batch has, `there`, which of its
+rows are samples, and `key` of the step's dropout."""
 
 
 class Compiled:
     """A pure function of trees of tensors, compiled for every form and size of them that comes."""
 
-    def __init__(self, function: Callable[..., Any], channels_last: bool = False) -> None:
-        self._function, self._channels_last = function, channels_last
+    def __init__(self, function: Callable[..., Any], forms: Decompositions | None = None) -> None:
+        """`forms`: which operations have a form of their own here."""
+        self._function, self._forms = function, forms or {}
         self._made: dict[Any, tuple[Callable[..., list[Tensor]], Any]] = {}
 
-    def __call__(self, *trees: Any, names: Sequence[str] = ()) -> Any:
+    def __call__(self, *trees: Any, names: Iterable[str] = ()) -> Any:
         """`names` are what may differ although all sizes are the same."""
         flat = leaves(trees)
-        kind = (*names, *[t.shape for t in flat])
+        kind = (*names, *[(t.shape, t.stride()) for t in flat])
         if kind not in self._made:
             self._made[kind] = self._make(trees, flat)
         program, form = self._made[kind]
@@ -98,7 +90,10 @@ class Compiled:
         with torch.enable_grad():
             one = torch.ones((), requires_grad=True)
             torch.autograd.grad(one * 1, one)
-        from torch.fx.experimental.proxy_tensor import make_fx  # here, since it takes seconds to import
+        from torch import _inductor  # these here, since they take seconds to import
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        survive_forks()
 
         form: list[Any] = []
 
@@ -107,67 +102,137 @@ class Compiled:
             form[:] = [mapped(lambda _: ..., result)]
             return leaves(result)
 
-        apart = [t.clone() for t in flat]  # a tensor that stood for two arguments would be recorded as one
-        graph = make_fx(on_tensors, CHANNELS_LAST if self._channels_last else {})(*apart).forward
-        return torch.compile(graph, dynamic=False, fullgraph=True), form[0]
+        # A tensor that stood for two arguments would be recorded as one.
+        apart = [t.view(t.shape) if any(t is other for other in flat[:i]) else t for i, t in enumerate(flat)]
+        graph = make_fx(on_tensors, self._forms)(*apart)
+        return _inductor.compile(graph, [*apart]), form[0]
 
 
-class Program:
-    """Steps of a client rule and a client optimizer, for one client or for a stack of them."""
+@cache
+def survive_forks() -> None:
+    """The compiler's threads do not come along into a process that is forked; it would wait for them for ever."""
+    from torch._inductor.async_compile import AsyncCompile
 
-    def __init__(self, work: Work, stacked: bool, compile: bool) -> None:
-        self.task, self.rule, self.optimizer = work.task.for_stacks(), work.client, work.optimizer
-        self.stacked, self.compile = stacked, compile
-        self.masked = stacked and compile and not self.task.mixes and self.rule.batch_size is not None
+    os.register_at_fork(after_in_child=AsyncCompile.pool.cache_clear)
+
+
+class Loop:
+    """A step that is taken again and again, `step(carry, constant, moment) -> carry`, by one client or, under vmap,
+    by a stack of them."""
+
+    def __init__(
+        self,
+        step: Callable[[Any, Any, Moments], Any],
+        stacked: bool,
+        in_dims: tuple[int | None, ...],
+        masked: bool,
+        compile: bool,
+        forms: Decompositions,
+        unroll: int,
+    ) -> None:
+        """`in_dims`: what of `constant` has the clients' dimension."""
+        self._step, self._stacked, self._in_dims = step, stacked, in_dims
+        self.masked = masked
         """Whether a step may be nobody's, or only some clients': those without a sample stay as they are."""
-        small = sum(p.numel() for p in work.model.params.values()) <= SMALL
-        self.unroll = steps_at_once(work) if self.masked and small else 1
+        self.unroll = unroll
         """Steps in a call."""
-        on_cpu = next(iter(work.model.params.values())).device.type == "cpu"
-        self._compiled = {alike: Compiled(self._steps(alike), on_cpu and not stacked) for alike in (True, False)}
+        self._compiled = {a: Compiled(self._take(a), forms) for a in (True, False)} if compile else None
 
-    def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], compiled: bool = True) -> Carry:
-        """Piece after piece of the steps. Sizes that come too seldom are better not compiled for."""
-        parts, alike = carry.parts(), carry.alike
-        constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
+    def __call__(
+        self,
+        carry: Any,
+        constant: Any,
+        pieces: Iterable[Moments],
+        alike: bool = False,
+        names: Iterable[str] = (),
+        compiled: bool = True,
+    ) -> Any:
+        """Piece after piece of the steps. Sizes that come too seldom are better not compiled for. `alike`: the carry
+        is one for all clients, until their first step."""
         with torch.no_grad():
             for given in pieces:
-                if self.compile and compiled:
-                    parts = self._compiled[alike](parts, constant, given, names=tuple(fixed.own))
+                if self._compiled and compiled:
+                    carry = self._compiled[alike](carry, constant, given, names=names)
                 else:
-                    parts = self._steps(alike)(parts, constant, given)
+                    carry = self._take(alike)(carry, constant, given)
                 alike = False
-        return Carry(*parts, alike)
+        return carry
 
-    def _steps(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
+    def _take(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
         """Several of them, the first perhaps from one place for all."""
 
         def take(carry: Any, constant: Any, given: Moments) -> Any:
-            for place in range(len(given[0])):
-                step, here = self._step, None if alike and place == 0 else 0
-                if self.stacked:
-                    step = vmap(step, in_dims=(here, (0, None, None, None), 0))
-                carry = step(carry, constant, [t[place] for t in given])
+            for place in range(len(given["batches"][0][0])):
+                step, here = self._once, None if alike and place == 0 else 0
+                if self._stacked:
+                    step = vmap(step, in_dims=(here, self._in_dims, 0))
+                carry = step(carry, constant, mapped(lambda t, place=place: t[place], given))
             return carry
 
         return take
 
-    def _step(self, carry: Any, constant: Any, given: list[Tensor]) -> Any:
+    def _once(self, carry: Any, constant: Any, moment: Moments) -> Any:
+        after = self._step(carry, constant, moment)
+        if not self.masked:
+            return after
+        there = moment["size"] > 0
+        return mapped(lambda a, b: torch.where(there, a, b), after, carry)
+
+
+class Program:
+    """A client's round in steps of a client rule and a client optimizer (`training`) and, before that, of what the
+    aggregator has it measure (`probing`): for one client or for a stack of them."""
+
+    def __init__(self, work: Work, stacked: bool, compile: bool) -> None:
+        self.task, self.rule, self.optimizer = work.task.for_stacks(), work.client, work.optimizer
+        self.data, self.stacked, self.compile = work.data.dataset, stacked, compile
+        data, batch_size = work.data, work.client.batch_size
+        small = sum(p.numel() for p in work.model.params.values()) <= SMALL
+
+        def unrolled(masked: bool, largest: int, width: int | None, epochs: int = 1) -> int:
+            """As many steps as the client with most samples takes, in equal pieces of at most UNROLL."""
+            steps = epochs * -(-largest // width) if masked and small and width else 1
+            return -(-steps // -(-steps // UNROLL)) if steps else 1
+
+        masked = stacked and compile and not self.task.mixes and batch_size is not None
+        unroll = unrolled(masked, int(data.sizes.max()), batch_size, work.client.epochs)
+        dims: tuple[int | None, ...] = (0, None, None, None)
+        forms = (STACKED if stacked else CHANNELS_LAST) if data.dataset.train_x.device.type == "cpu" else {}
+        self.training = Loop(self._descend, stacked, dims, masked, compile, forms, unroll)
+        self.probe, self.probing = work.probe, cast(Loop, None)
+        if self.probe is not None:
+            self.probe_size = self.probe.batch_size or batch_size
+            """Samples of a batch; None: all there are."""
+            mixes = self.probe.mixes and self.task.mixes
+            masked = stacked and compile and not mixes and self.probe_size is not None
+            unroll = unrolled(masked, int(data.split.held.max()), self.probe_size)
+            dims = (None, None if masked else 0)  # batch norm changes its copy of the buffers
+            self.probing = Loop(self._measure, stacked, dims, masked, compile, forms, unroll)
+
+    def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], compiled: bool = True) -> Carry:
+        constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
+        return Carry(*self.training(carry.parts(), constant, pieces, carry.alike, tuple(fixed.own), compiled))
+
+    def _descend(self, carry: Any, constant: Any, moment: Moments) -> Any:
         (params, buffers, state, loss_sum), (own, model, shared, lr) = carry, constant
-        *batches, size, key = given
-        batch, *extra = [(self._inputs(x), y) for x, y in zip(batches[::2], batches[1::2], strict=True)]
+        batch, *extra = [(self._inputs(x), y) for x, y in moment["batches"]]
         # The rate is a tensor, so that a program serves all rounds of a schedule.
         context = Context(self.task, Model(*model), shared, own, cast(ClientData, Given(iter(extra))), lr)
-        statistics = {n: b.clone() for n, b in buffers.items()} | ({KEY: key} if self.task.drops else {})
+        statistics = {n: b.clone() for n, b in buffers.items()} | ({KEY: moment["key"]} if self.task.drops else {})
         grads, loss = self.rule.gradient(self.task, params, statistics, batch, context)
         new, new_state = self.optimizer.step(params, grads, state, lr)
         statistics.pop(KEY, None)
-        after = self.laid_out(new), statistics, new_state, loss_sum + loss * size
-        return mapped(lambda a, b: torch.where(size > 0, a, b), after, carry) if self.masked else after
+        return self.laid_out(new), statistics, new_state, loss_sum + loss * moment["size"]
 
-    def _inputs(self, x: Tensor) -> Tensor:
+    def _measure(self, found: Any, model: Any, moment: Moments) -> Any:
+        assert self.probe is not None
+        x = self._inputs(moment["batches"][0][0])
+        return self.laid_out(self.probe.step(self.task, Model(*model), found, x, moment.get("there")))
+
+    def _inputs(self, stored: Tensor) -> Tensor:
         """A single client's convolutions run fastest with channels last (oneDNN would reorder everything it is given);
         a stack's become grouped convolutions, for which there is no such rule."""
+        x = self.data.inputs(stored)
         return x.contiguous(memory_format=torch.channels_last) if self._channels_last(x) else x
 
     def laid_out(self, tree: Tree) -> Tree:

@@ -47,7 +47,7 @@ class Trained:
 
 def train(work: Work, clients: Sequence[int], program: Program, size: int) -> Trained:
     """With a compiled program, stacks that are not full are filled up to `size` while they train."""
-    measured = sensitivities(work, clients) if work.probe is not None else None
+    measured = sensitivities(work, clients, program, size) if work.probe is not None else None
     stack = Stack(work, clients, program, size)
     stack.descend()
     end, loss = stack.finish(), stack.part(stack.carry.loss)
@@ -149,8 +149,14 @@ def cut_into_steps(orders: Sequence[Sequence[np.ndarray]], width: int) -> np.nda
     return np.ascontiguousarray(rows.reshape(len(orders), steps, width, *shape).swapaxes(0, 1))
 
 
+def with_steps_of_nobody(array: np.ndarray, multiple: int, fill: int = -1) -> np.ndarray:
+    """At the end, so that there are a multiple of so many, and some at all."""
+    missing = -len(array) % multiple if len(array) else multiple
+    return np.concatenate([array, np.full((missing, *array.shape[1:]), fill, np.int64)]) if missing else array
+
+
 def gathered(dataset: Dataset, positions: np.ndarray, crops: np.ndarray | None = None) -> Batch:
-    """x and y, [S, K, B, ...], of samples at positions [S, K, B]."""
+    """x as stored and y, [S, K, B, ...], of samples at positions [S, K, B]."""
     stored, labels = dataset.train_x, dataset.train_y
     padded = bool(positions.min(initial=0) < 0)
     flat = torch.from_numpy(np.maximum(positions, 0) if padded else positions).to(labels.device).view(-1)
@@ -161,7 +167,13 @@ def gathered(dataset: Dataset, positions: np.ndarray, crops: np.ndarray | None =
     if padded:
         nobody = torch.from_numpy(positions < 0).to(labels.device).view(*positions.shape, *(1,) * (labels.ndim - 1))
         y = y.masked_fill(nobody, PAD if dataset.sequence else NOBODY)
-    return dataset.inputs(x).view(*positions.shape, *stored.shape[1:]), y
+    return x.view(*positions.shape, *stored.shape[1:]), y
+
+
+def cut_into_pieces(moments: Moments, steps: int) -> Iterator[Moments]:
+    """So many steps in each."""
+    for first in range(0, len(moments["size"]), steps):
+        yield mapped(lambda t, first=first: t[first : first + steps], moments)
 
 
 def groups(sizes: np.ndarray, exact: bool) -> list[np.ndarray]:
@@ -190,25 +202,22 @@ class Block:
 
     def padded(self, multiple: int) -> "Block":
         """With steps of nobody at the end."""
-        missing = -len(self.index) % multiple
-        if not missing:
-            return self
 
-        def longer(array: np.ndarray, with_: int = -1) -> np.ndarray:
-            return np.concatenate([array, np.full((missing, *array.shape[1:]), with_, np.int64)])
+        def longer(array: np.ndarray, fill: int = -1) -> np.ndarray:
+            return with_steps_of_nobody(array, multiple, fill)
 
         crops, extra = None if self.crops is None else longer(self.crops), [longer(e) for e in self.extra]
-        return Block(longer(self.index), crops, extra, longer(self.taken), longer(self.sizes, with_=0))
+        return Block(longer(self.index), crops, extra, longer(self.taken), longer(self.sizes, fill=0))
 
     def moments(self, dataset: Dataset, key: Tensor, drops: bool, steps: slice) -> Moments:
         """What a program is given for some of the steps."""
-        batches = [gathered(dataset, self.index[steps], None if self.crops is None else self.crops[steps])]
-        batches += [gathered(dataset, e[steps]) for e in self.extra]
+        crops = None if self.crops is None else self.crops[steps]
+        batches = [gathered(dataset, self.index[steps], crops), *(gathered(dataset, e[steps]) for e in self.extra)]
         sizes = torch.from_numpy(self.sizes[steps, :, 0].astype(np.float32)).to(key.device)
         keys = key.expand(len(sizes), *key.shape)
         if drops:
             keys = key + torch.from_numpy(self.taken[steps, :, None]).to(key)
-        return [*(t for batch in batches for t in batch), sizes, keys]
+        return {"batches": batches, "size": sizes, "key": keys}
 
 
 class Stack:
@@ -220,7 +229,7 @@ class Stack:
         rule = work.client
         self.data = [work.data.client(k, work.round, rule.batch_size) for k in clients]
         # A compiled program is made for stacks of one size: the last client stands there more than once, for nothing.
-        self.size = size if program.masked else len(clients)
+        self.size = size if program.training.masked else len(clients)
         filled = [*clients] + [clients[-1]] * (self.size - len(clients))
         self.own = stacked([growth.padded_state(work.states.get(k, {}), work.model.params) for k in filled])
 
@@ -232,7 +241,7 @@ class Stack:
         # Clients without a state of their own all start alike.
         params, buffers, state = vmap(start)(self.own) if self.own else start({})
         self.carry = Carry(params, buffers, state, some.new_zeros(self.size if self.own else ()), alike=not self.own)
-        if self.own or program.unroll == 1:
+        if self.own or program.training.unroll == 1:
             self._apart()
         self.fixed = Fixed(self.own, work.model, work.shared, some.new_tensor(work.lr))
         self.key = dropout_key(work, filled)
@@ -310,15 +319,15 @@ class Stack:
 
     def _take(self, block: Block) -> None:
         """Its steps: many clients and, compiled, several steps in a call."""
-        together = self.program.unroll
-        block, dataset = block.padded(together), self.work.data.dataset
+        loop, dataset = self.program.training, self.work.data.dataset
+        block = block.padded(loop.unroll)
         sizes, width = block.sizes, block.index.shape[2]
-        step_bytes = block.index[:together].size * dataset.train_x[0].numel() * 4
-        at_once = together * max(GATHERED // max(step_bytes, 1), 1)
+        step_bytes = block.index[: loop.unroll].size * dataset.train_x[0].numel() * dataset.train_x.element_size()
+        at_once = loop.unroll * max(GATHERED // max(step_bytes, 1), 1)
         for first in range(0, len(sizes), at_once):
             moments = block.moments(dataset, self.key, bool(self.work.task.drops), slice(first, first + at_once))
-            pieces = ([t[i : i + together] for t in moments] for i in range(0, len(moments[0]), together))
-            if self.program.masked or (sizes[first : first + at_once] == width).all():
+            pieces = cut_into_pieces(moments, loop.unroll)
+            if loop.masked or (sizes[first : first + at_once] == width).all():
                 compiled = width == self.work.client.batch_size
                 self.carry = self.program(self.carry, self.fixed, pieces, compiled)
                 continue
@@ -330,12 +339,11 @@ class Stack:
         """A step of some of the clients, whose batches (and extra ones) have at most so many samples."""
         chosen = torch.from_numpy(members).to(self.device)
 
-        def some(tree: Any) -> Any:
-            return mapped(lambda t: t.index_select(0, chosen), tree)
+        def some(tree: Any, dim: int = 0) -> Any:
+            return mapped(lambda t: t.index_select(dim, chosen), tree)
 
-        before = self.carry.parts()
-        *batches, sizes, key = [t.index_select(1, chosen) for t in piece]
-        given = [*(t[:, :, : widths[i // 2]] for i, t in enumerate(batches)), sizes, key]
+        before, given = self.carry.parts(), some(piece, dim=1)
+        given["batches"] = [(x[:, :, :w], y[:, :, :w]) for (x, y), w in zip(given["batches"], widths, strict=True)]
         fixed = replace(self.fixed, own=some(self.own))
         after = self.program(Carry(*some(before)), fixed, [given], compiled=False)
         self.carry = Carry(*mapped(lambda t, part: t.index_copy(0, chosen, part), before, after.parts()))
@@ -359,30 +367,36 @@ class Stack:
         return _finished(vmap(one)(*self.part((self.carry.params, self.carry.buffers, self.own, steps))))
 
 
-def sensitivities(work: Work, clients: Sequence[int]) -> Tree:
+def sensitivities(work: Work, clients: Sequence[int], program: Program, size: int) -> Tree:
     """What the aggregator's probe measures at the broadcast model on every client's B_k, stacked."""
     assert work.probe is not None
-    probe, model, task, dataset = work.probe, work.model, work.task.for_stacks(), work.data.dataset
-    held = [work.data.split.sensitivity(client) for client in clients]
-    width = probe.batch_size or work.client.batch_size or max(len(h) for h in held) or 1
-    index = cut_into_steps([[h] for h in held], width)
-    device = dataset.train_y.device
-
-    def one(found: Tree, buffers: Tree, x: Tensor, there: Tensor) -> Tree:
-        return probe.step(task, Model(model.params, buffers), found, x, there)
-
-    found: Tree = {n: p.new_zeros(len(clients), *p.shape) for n, p in model.params.items()}
-    for positions in index:
-        sizes = (positions >= 0).sum(1)[:, None]
-        for members in groups(sizes, exact=probe.mixes and task.mixes):
-            chosen, now = torch.from_numpy(members).to(device), positions[members, : sizes[members].max()]
-            x, _ = gathered(dataset, now)
-            buffers = {n: b.expand(len(members), *b.shape) for n, b in model.buffers.items()}
-            before = {n: t.index_select(0, chosen) for n, t in found.items()}
-            after = vmap(one)(before, buffers, x, torch.from_numpy(now >= 0).to(device))
-            found = {n: t.index_copy(0, chosen, after[n]) for n, t in found.items()}
-    batches = torch.from_numpy(np.maximum((index >= 0).any(2).sum(0), 1)).to(device)
-    result: Tree = vmap(probe.end)(found, batches)
+    model, loop, device = work.model, program.probing, work.data.dataset.train_y.device
+    held = [[work.data.split.sensitivity(client)] for client in clients]
+    width = program.probe_size or max(len(h) for (h,) in held) or 1
+    # As in training, a compiled program is made for stacks of one size, and for so many steps.
+    index = cut_into_steps(held + [[]] * (size - len(clients) if loop.masked else 0), width)
+    index = with_steps_of_nobody(index, loop.unroll if loop.masked else 1)
+    sizes = (index >= 0).sum(2)
+    found = {n: torch.zeros_like(p) for n, p in model.params.items()}
+    x, there = gathered(work.data.dataset, index)[0], torch.from_numpy(index >= 0).to(device)
+    moments = {"batches": [(x,)], "size": torch.from_numpy(sizes).to(device), "there": there}
+    pieces = cut_into_pieces(moments, loop.unroll)
+    if loop.masked:
+        found = loop(found, (model.params, model.buffers), pieces, alike=True)
+        found = {n: t[: len(clients)] for n, t in found.items()}
+    else:
+        found = {n: t.expand(len(clients), *t.shape).contiguous() for n, t in found.items()}
+        for now, piece in zip(sizes, pieces, strict=True):
+            for members in groups(now[:, None], exact=work.probe.mixes and work.task.mixes):
+                chosen, most = torch.from_numpy(members).to(device), now[members].max()
+                rows = mapped(lambda t, chosen=chosen: t.index_select(1, chosen), piece)
+                part = mapped(lambda t, most=most: t[:, :, :most], {"batches": rows["batches"], "there": rows["there"]})
+                buffers = {n: b.expand(len(members), *b.shape) for n, b in model.buffers.items()}
+                before = {n: t.index_select(0, chosen) for n, t in found.items()}
+                after = loop(before, (model.params, buffers), [part])
+                found = {n: t.index_copy(0, chosen, after[n]) for n, t in found.items()}
+    batches = torch.from_numpy(np.maximum((sizes > 0).sum(0)[: len(clients)], 1)).to(device)
+    result: Tree = vmap(work.probe.end)(found, batches)
     return result
 
 

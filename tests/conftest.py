@@ -19,6 +19,7 @@ from fedsim import build
 from fedsim.cli import register_resolvers
 from fedsim.overrides import CONF
 from fedsim.runner import Experiment, Row, RunState, assign, initial_state, run
+from fedsim.task import Task
 from fedsim.types import Turn, Work
 
 torch.set_num_threads(1)
@@ -52,6 +53,14 @@ def small(*overrides: str) -> Experiment:
     """The same on 240 made-up samples over 6 clients, 3 a round."""
     given = {o.partition("=")[0] for o in overrides}
     return experiment(*(o for o in SMALL if o.partition("=")[0] not in given), *overrides)
+
+
+def doubled(exp: Experiment) -> Experiment:
+    """The same experiment in float64."""
+    data = exp.data.dataset
+    data = replace(data, scale=data.scale.double(), shift=data.shift.double())
+    task = Task(exp.task.module.double(), data)
+    return replace(exp, task=task, data=replace(exp.data, dataset=data))
 
 
 def work_of(exp: Experiment, state: RunState, round: int = 0) -> Work:

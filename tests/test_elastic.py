@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import experiment, play, small, work_of
+from conftest import doubled, experiment, play, small, work_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -237,13 +237,12 @@ def test_the_sensitivity_pass_never_drops_out() -> None:
 def test_the_batch_size_of_the_sensitivity_pass() -> None:
     """The client's own unless another is given; 1 is supplement Eq. 1 sample by sample."""
     shared = ("aggregator.sensitivity=average", "partition.sensitivity_fraction=0.3", "client.batch_size=100")
-    whole, single = (small(*shared, *more) for more in ((), ("aggregator.batch_size=1",)))
+    whole, single = (doubled(small(*shared, *more)) for more in ((), ("aggregator.batch_size=1",)))
     work = work_of(whole, initial_state(whole))
-    held = whole.data.dataset.train_x[whole.data.split.sensitivity(1)]
+    held = whole.data.dataset.train_x[whole.data.split.sensitivity(1)].double()
     theta = {"W": work.model.params["layers.0.weight"].numpy(), "b": work.model.params["layers.0.bias"].numpy()}
     alone = reference.average_sensitivity(theta, [row[None] for row in held.numpy()])
     together = reference.average_sensitivity(theta, [held.numpy()])
-    assert np.allclose(
-        train(work_of(single, initial_state(single)), 1).measured["layers.0.weight"], alone["W"], rtol=1e-4
-    )
-    assert np.allclose(train(work, 1).measured["layers.0.weight"], together["W"], rtol=1e-4)
+    found = train(work_of(single, initial_state(single)), 1).measured
+    assert np.allclose(found["layers.0.weight"], alone["W"], rtol=1e-9)
+    assert np.allclose(train(work, 1).measured["layers.0.weight"], together["W"], rtol=1e-9)

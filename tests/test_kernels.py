@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.testing import assert_close
 
+from fedsim.kernels import CHANNELS_LAST
 from fedsim.program import Compiled
 from fedsim.types import Tree
 
@@ -36,23 +37,28 @@ def test_gradients(name: str) -> None:
         return found
 
     with torch.no_grad():
-        found = Compiled(gradient, channels_last=True)(params, x)
+        found = Compiled(gradient, CHANNELS_LAST)(params, x)
     assert_close(found, gradient(params, x), rtol=1e-12, atol=1e-12)
 
 
 FORKED = """
 import os, torch
+from fedsim.kernels import CHANNELS_LAST
 from fedsim.program import Compiled
-Compiled(torch.func.grad(lambda x: (x * x).sum()))(torch.ones(2))
+def made(number):  # one that no cache knows
+    return Compiled(torch.func.grad(lambda x: (x * x * number).sum() + torch.sin(x).sum()))
+seed = int.from_bytes(os.urandom(6), "big")
+made(seed)(torch.ones(2))
 if (child := os.fork()) == 0:
     x = torch.ones(2, requires_grad=True)
     torch.autograd.grad((x * x).sum(), x)
+    made(seed + 1)(torch.ones(3))
     os._exit(0)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_forked_after_compiling_takes_gradients() -> None:
+def test_a_process_forked_after_compiling_takes_gradients_and_compiles() -> None:
     """As a sweep does that goes from an engine which compiles in its own process to one with workers."""
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

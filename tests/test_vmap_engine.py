@@ -5,13 +5,12 @@ In float64 the two engines agree to 1e-9, so that what is left in float32 is rou
 
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import experiment, metrics, play, small
+from conftest import doubled, experiment, metrics, play, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
@@ -19,19 +18,10 @@ from test_contract import CLIENTS, NEEDS, tensors
 from fedsim import stack
 from fedsim.model.dropout import Dropout, mixed
 from fedsim.runner import Experiment, RunState, initial_state
-from fedsim.task import Task
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 BOUND, ROUNDED = 1e-9, 1e-6
 """In float64, relative to the largest entry of a tensor. N and E, PFNM's matching and the masks' ring are float32."""
-
-
-def doubled(exp: Experiment) -> Experiment:
-    """The same experiment in float64."""
-    data = exp.data.dataset
-    data = replace(data, scale=data.scale.double(), shift=data.shift.double())
-    task = Task(exp.task.module.double(), data)
-    return replace(exp, task=task, data=replace(exp.data, dataset=data))
 
 
 def furthest(one: RunState, other: RunState) -> float:
@@ -250,8 +240,11 @@ COMPILED = ["engine.compile=true"]
                  "participation.stragglers=0.5", "rounds=3"]),
         (experiment, ["engine=sequential", *IMAGES, "model=cnn_emnist", "aggregator=fedavg",
                       "client_optimizer.lr=0.01", "partition=iid", "partition.num_clients=250"]),
+        # B_k of 13 samples: a compiled batch and a short one
+        (experiment, ["engine=sequential", *IMAGES, "model=resnet20", "partition=iid", "partition.num_clients=120",
+                      "partition.sensitivity_fraction=0.4", "client_optimizer.lr=0.001"]),
     ],
-    ids=["stacked", "one client"],
+    ids=["stacked", "one client", "one client's sensitivities"],
 )  # fmt: skip
 def test_compiled_steps(make: Callable[..., Experiment], keys: list[str]) -> None:
     others = [k for k in keys if not k.startswith("engine")]

@@ -37,7 +37,7 @@ from fedsim.program import SMALL
 from fedsim.types import Engine, Tree, Work
 
 LONG_ROUND = 10**8
-COMPILE_CALLS = 10_000
+COMPILE_CALLS = 4_000
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What goes from one process to another: nested dicts, lists and dataclasses, their tensors in one piece of shared
 memory. The memory stays and is written again and again: to share a new piece costs more than to fill it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
+Shapes = list[tuple[torch.dtype, torch.Size]]
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,34 @@ class Place:
 class Parcel:
     memory: Tensor | None
     """Bytes; None: the same as the last time but one."""
-    shapes: list[tuple[int, torch.dtype, torch.Size]]
-    """Where each tensor begins, and what it is."""
+    shapes: Shapes | None
+    """What lies there, one tensor after another; None: likewise."""
     rest: Any
     """The structure, with a Place for each tensor."""
+
+
+@dataclass
+class Piece:
+    """Some memory, and what lies in it at present."""
+
+    memory: Tensor
+    shapes: Shapes
+    tensors: list[Tensor]
+
+    @staticmethod
+    def empty() -> "Piece":
+        return Piece(torch.empty(0, dtype=torch.uint8), [], [])
+
+    def hold(self, shapes: Shapes) -> None:
+        """Give every tensor its part of the memory."""
+        self.shapes, self.tensors, start = shapes, [], 0
+        for dtype, shape in shapes:
+            self.tensors.append(self.memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+            start += room(dtype, shape)
+
+
+def room(dtype: torch.dtype, shape: torch.Size) -> int:
+    return -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 class Outbox:
@@ -33,52 +58,56 @@ class Outbox:
     second parcel after it is packed."""
 
     def __init__(self) -> None:
-        self._pieces = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._pieces = [Piece.empty(), Piece.empty()]
 
     def pack(self, content: Any) -> Parcel:
-        tensors: list[Tensor] = []
+        tensors: dict[int, Tensor] = {}  # one that stands in two places goes once
+        numbers: dict[int, Place] = {}
 
         def placed(tensor: Tensor) -> Place:
-            tensors.append(tensor)
-            return Place(len(tensors) - 1)
+            tensors[id(tensor)] = tensor
+            return numbers.setdefault(id(tensor), Place(len(numbers)))
 
-        rest = walked(content, lambda node: isinstance(node, Tensor), placed)
-        shapes, size = [], 0
-        for t in tensors:
-            shapes.append((size, t.dtype, t.shape))
-            size += -(-t.numel() * t.element_size() // ALIGNMENT) * ALIGNMENT
-        memory = self._pieces.pop(0)
-        device = tensors[0].device if tensors else memory.device
+        rest = walked(content, Tensor, placed)
+        shapes = [(t.dtype, t.shape) for t in tensors.values()]
+        piece = self._pieces.pop(0)
+        self._pieces.append(piece)
+        device = next((t.device for t in tensors.values()), piece.memory.device)
+        size = sum(room(*shape) for shape in shapes)
         # On a GPU it is a new piece each time: torch then orders what the two processes do with it.
-        new = size > len(memory) or device.type != "cpu"
+        new, other = size > len(piece.memory) or device.type != "cpu", shapes != piece.shapes
         if new:
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            piece.memory = torch.empty(size, dtype=torch.uint8, device=device)
             if device.type == "cpu":
-                memory.share_memory_()  # type: ignore[no-untyped-call]
-        self._pieces.append(memory)
-        for t, place in zip(tensors, views(memory, shapes), strict=True):
-            place.copy_(t)
-        return Parcel(memory if new else None, shapes, rest)
+                piece.memory.share_memory_()  # type: ignore[no-untyped-call]
+        if new or other:
+            piece.hold(shapes)
+        if tensors:
+            torch._foreach_copy_(piece.tensors, list(tensors.values()))
+        return Parcel(piece.memory if new else None, shapes if new or other else None, rest)
 
 
 class Inbox:
     """The receiver's."""
 
     def __init__(self) -> None:
-        self._pieces = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._pieces = [Piece.empty(), Piece.empty()]
 
     def unpack(self, parcel: Parcel, copy: bool) -> Any:
         """The content. Unless copied, its tensors are in the shared memory, and only lent."""
-        memory = self._pieces.pop(0)
-        memory = memory if parcel.memory is None else parcel.memory
-        self._pieces.append(memory)
-        tensors = [t.clone() if copy else t for t in views(memory, parcel.shapes)]
-        return walked(parcel.rest, lambda node: isinstance(node, Place), lambda place: tensors[place.number])
+        piece = self._pieces.pop(0)
+        self._pieces.append(piece)
+        if parcel.memory is not None:
+            piece.memory = parcel.memory
+        if parcel.shapes is not None:
+            piece.hold(parcel.shapes)
+        tensors = [t.clone() for t in piece.tensors] if copy else piece.tensors
+        return walked(parcel.rest, Place, lambda place: tensors[place.number])
 
 
-def walked(node: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+def walked(node: Any, wanted: type, change: Callable[[Any], Any]) -> Any:
     """A structure of the same form, with the wanted things in it changed."""
-    if wanted(node):
+    if isinstance(node, wanted):
         return change(node)
     if isinstance(node, Mapping):
         return {key: walked(value, wanted, change) for key, value in node.items()}
@@ -87,9 +116,3 @@ def walked(node: Any, wanted: Callable[[Any], bool], change: Callable[[Any], Any
     if is_dataclass(node) and not isinstance(node, type):
         return replace(node, **{f.name: walked(getattr(node, f.name), wanted, change) for f in fields(node)})
     return node
-
-
-def views(memory: Tensor, shapes: Sequence[tuple[int, torch.dtype, torch.Size]]) -> Iterator[Tensor]:
-    for start, dtype, shape in shapes:
-        size = shape.numel() * dtype.itemsize
-        yield memory[start : start + size].view(dtype).view(shape)

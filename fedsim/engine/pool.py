@@ -8,6 +8,7 @@ the results are given in order.
 
 import signal
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -48,7 +49,6 @@ class Worker:
 
     process: Any
     end: Connection
-    model: Outbox = field(default_factory=Outbox)
     states: Outbox = field(default_factory=Outbox)
     results: Inbox = field(default_factory=Inbox)
 
@@ -60,6 +60,7 @@ class Pool:
         on_cuda = work.data.dataset.train_x.is_cuda  # which no fork survives
         context: Any = torch.multiprocessing.get_context("spawn" if on_cuda else "fork")
         self._workers: list[Worker] = []
+        self._model = Outbox()  # one for all: everyone is sent every round's
         for _ in range(workers):
             near, far = context.Pipe()
             # A fork has the others' ends too, and would keep them open.
@@ -77,31 +78,37 @@ class Pool:
         waiting, done = list(range(len(jobs))), dict[int, Any]()
         sizes = work.data.sizes
         length = [sum(sizes[k] for k in job.clients) for job in jobs]
-        free, busy = list(self._workers), dict[Connection, tuple[Worker, int]]()
+        given = {worker.end: (worker, deque[int]()) for worker in self._workers}
+        model = self._model.pack(changing)
         for worker in self._workers:
-            self._send(worker, worker.model.pack(changing))
+            self._send(worker, model)
 
         def hand_out() -> None:
-            while free and waiting:
-                # Of the next few only: results wait for those before them, each as large as a model.
-                number = max(waiting[: AHEAD * len(self._workers)], key=lambda n: length[n])
-                waiting.remove(number)
-                worker = free.pop()
-                busy[worker.end] = worker, number
-                own = {k: states[k] for k in jobs[number].clients if k in states}
-                self._send(worker, (jobs[number], worker.states.pack(own) if own else None))
+            """A job to everyone who has none and, while there are enough of them, one more that lies ready."""
+            for least in (0, 1):
+                for worker, own in given.values():
+                    if len(own) == least and len(waiting) > least * len(self._workers):
+                        # Of the next few only: results wait for those before them, each as large as a model.
+                        number = max(waiting[: AHEAD * len(self._workers)], key=lambda n: length[n])
+                        waiting.remove(number)
+                        own.append(number)
+                        kept = {k: states[k] for k in jobs[number].clients if k in states}
+                        self._send(worker, (jobs[number], worker.states.pack(kept) if kept else None))
 
         hand_out()
         for place in range(len(jobs)):
             while place not in done:
-                for ready in wait(list(busy)):
+                for ready in wait([end for end, (_, own) in given.items() if own]):
                     assert isinstance(ready, Connection)
-                    worker, number = busy.pop(ready)
-                    # A worker writes its next result elsewhere, and no other is asked for while this one is lent.
-                    done[number] = self._result(worker, copy=not lend or number != place)
-                    free.append(worker)
-                    hand_out()
+                    worker, own = given[ready]
+                    # A worker has two pieces of memory for its results and at most two jobs: the piece that is lent
+                    # is not written to before a job is handed out after it.
+                    done[own[0]] = self._result(worker, copy=not lend or own[0] != place)
+                    own.popleft()
+                    if place not in done:
+                        hand_out()
             yield done.pop(place)
+            hand_out()
 
     def _send(self, worker: Worker, message: object) -> None:
         try:
