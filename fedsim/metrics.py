@@ -13,6 +13,7 @@ METRICS = {
     "norm/N_integrated": "sum of N_server over the rounds so far",
     "elastic/boosted_fraction": "share of scalar parameters with zeta > 1",
     "elastic/mean_zeta": "mean of zeta over all scalar parameters",
+    "norm_norm/rate": "beta E / N: the plain rate that Norm-Norm and FedNNNN amount to in this round",
     "client_lr": "learning rate of the clients in this round",
     "comm/down_bytes": "sent out in the round: one model each time, two with SCAFFOLD",
     "comm/up_bytes": "sent back, used or not: one model each, one more with elastic, two with SCAFFOLD",

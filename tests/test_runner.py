@@ -208,7 +208,7 @@ def test_what_is_judged_with_batch_norm() -> None:
             exp, data=FederatedData(replace(data, test_x=data.test_x[::20], test_y=data.test_y[::20]), split, exp.seed)
         )
 
-    longer = (*BATCH_NORM, "client.epochs=5", "client_optimizer.lr=0.05")
+    longer = (*BATCH_NORM, "client.epochs=15", "client_optimizer=adam", "client_optimizer.lr=0.001")
     exp = few(experiment(*longer, "aggregator=fednnnn", "aggregator.beta=2.0"))
     _, (row,) = play(exp)
     state, (expected,) = play(few(experiment(*longer, "aggregator=fedavg", "aggregator.weighting=uniform")))
@@ -218,7 +218,7 @@ def test_what_is_judged_with_batch_norm() -> None:
     stale = Model(state.model.params, exp.task.initial_model().buffers)
     old_statistics = exp.task.evaluate(stale, data, data.test_x, data.test_y, 200)
     for other in (row["sent/loss"], old_statistics.loss_sum.item() / old_statistics.count):
-        assert other != pytest.approx(row["test/loss"], rel=1e-4), "the test could tell"
+        assert other != pytest.approx(row["test/loss"], rel=1e-3), "the test could tell"
 
 
 def test_norms_of_parts_are_those_of_their_layers() -> None:

@@ -40,4 +40,5 @@ class FedNNNN(FedAvg):
         v = {
             n: torch.where(moves, self.gamma * old[n] + self.beta * ratio * d, old[n]) for n, d in cohort.delta.items()
         }
-        return Direction({n: torch.where(moves, t, torch.zeros_like(t)) for n, t in v.items()}, {"v": v})
+        moved = {n: torch.where(moves, t, torch.zeros_like(t)) for n, t in v.items()}
+        return Direction(moved, {"v": v}, metrics={"norm_norm/rate": self.beta * ratio})

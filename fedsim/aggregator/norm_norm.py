@@ -36,4 +36,4 @@ class NormNorm(FedAvg):
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
         scale = self.beta * amplification(cohort)
-        return Direction({n: scale * d for n, d in cohort.delta.items()})
+        return Direction({n: scale * d for n, d in cohort.delta.items()}, metrics={"norm_norm/rate": scale})
