@@ -3,7 +3,9 @@
 import logging
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +18,24 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from fedsim import __version__
 from fedsim.check import InputError
-from fedsim.overrides import CONF, cell_name, explain, misread, run_name
+from fedsim.overrides import CONF, cell_name, explain, misread, run_name, table_name
 
+DRY_RUN = "--dry-run"
 BAD_INPUT, DIVERGED, BROKEN_PIPE, BY_SIGNAL = 2, 3, 141, {"SIGINT": 130, "SIGTERM": 143}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that is to be made."""
+
+    folder: Path
+    name: str
+    config: Callable[[], dict[str, Any]]
+    """Resolves it, which may fail."""
+    choices: Mapping[str, str]
+    overrides: Sequence[str]
+    place: Mapping[str, str] = field(default_factory=dict)
+    """In a paper's table."""
 
 
 @dataclass
@@ -31,18 +48,48 @@ class Command:
 
     def play(self, cfg: DictConfig) -> None:
         """One run: Hydra calls this once, or once for each job of a sweep."""
+        job = HydraConfig.get()
+        folder = Path(job.runtime.output_dir)
+        choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
+
+        def config() -> dict[str, Any]:
+            return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+
+        self.run(Job(folder, folder.name, config, choices, list(job.overrides.task)), job.mode == RunMode.MULTIRUN)
+
+    def play_table(self, name: str, listed: bool) -> None:
+        """Every cell of a paper's table, or only a list of them with what they would take."""
+        from fedsim import estimate, report, table
+
+        try:
+            cells = table.cells(name, self.typed)
+            if listed:
+                report.cells(name, cells, estimate.each(cells))
+                return
+        except InputError as error:
+            self.complain(str(error))
+            return
+        for cell in cells:
+            self.run(
+                Job(cell.folder, cell.name, partial(table.resolved, cell), cell.choices, cell.overrides, cell.place),
+                in_sweep=True,
+            )
+        if self.summaries:
+            report.filled(cells[0].folder.parent)
+
+    def run(self, job: "Job", in_sweep: bool) -> None:
+        """Build, train, and say how it went."""
         from fedsim import build, report
         from fedsim.session import Request, execute, preview
 
-        job = HydraConfig.get()
-        folder, where = Path(job.runtime.output_dir), cfg.get("device")
+        folder, where = job.folder, None
         try:
-            config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+            config = job.config()
+            where = config["device"]
             build.check_root(config)
             device = where = build.device(config["device"])
             build.determinism(config["deterministic"], device)
-            choices = {k: v for k, v in job.runtime.choices.items() if not k.startswith("hydra/")}
-            request = Request(folder, folder.name, config, choices, list(job.overrides.task), device)
+            request = Request(folder, job.name, config, job.choices, job.overrides, device, job.place)
             if config["partition"]["preview"]:
                 report.preview(folder, preview(request, lambda: build.federated_data(config, device)))
                 return
@@ -52,11 +99,11 @@ class Command:
             if problem is None:
                 raise
             self.complain(problem)
-            if not any(folder.iterdir()):
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()  # Hydra made it; nothing was computed
             return
         self.summaries[folder] = summary
-        report.run(folder, summary, in_sweep=job.mode == RunMode.MULTIRUN)
+        report.run(folder, summary, in_sweep)
         if summary["status"] == "diverged":
             self.exit_code = max(self.exit_code, DIVERGED)
         if summary["status"] == "interrupted":
@@ -99,13 +146,20 @@ def main() -> None:
     if problem := misread(command.typed):
         command.complain(problem)
         sys.exit(command.exit_code)
-    register_resolvers(command.typed)
+    table, listed = asked_table(command), DRY_RUN in sys.argv
+    if listed and not table:
+        command.complain(f"{DRY_RUN} lists the runs of a paper's table; name it, as in experiment=elastic/table3")
+        sys.exit(command.exit_code)
+    register_resolvers(command.typed, table_name if table else run_name)
     if "--cfg" in sys.argv and "--resolve" not in sys.argv:
         sys.argv.append("--resolve")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors to us instead of printing them
     logging.getLogger("hydra").addHandler(logging.NullHandler())  # nor to the log
     try:
-        hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(command.play)()
+        if table:
+            command.play_table(table, listed)
+        else:
+            hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(command.play)()
     except (HydraException, OmegaConfBaseException) as error:
         command.complain(explain(error, command.typed))
     except BrokenPipeError:  # whoever read our output has gone: `| head`
@@ -115,16 +169,38 @@ def main() -> None:
         command.complain(f"{error.filename}: cannot be written to ({error.strerror}); choose another hydra.run.dir")
     except KeyboardInterrupt as interrupt:  # before the first round: there is nothing to keep
         sys.exit(BY_SIGNAL[str(interrupt) or "SIGINT"])
-    if len(command.summaries) > 1:
+    if len(command.summaries) > 1 and not table:
         from fedsim import report
 
         report.compare(command.summaries)
     sys.exit(command.exit_code)
 
 
-def register_resolvers(typed: list[str]) -> None:
-    """Folder names, for conf/config.yaml."""
+def asked_table(command: Command) -> str | None:
+    """The paper's table that is to be run; None where a run, a sweep or one of Hydra's explanations is."""
+    if not any(o.startswith("experiment=") for o in command.typed):
+        return None
+    from fedsim import table
+
+    try:
+        name = table.experiment(command.typed)
+    except InputError as error:
+        command.complain(str(error))
+        sys.exit(command.exit_code)
+    flags = {a for a in sys.argv[1:] if a.startswith("-")}
+    if name is None or flags <= {"-m", "--multirun", DRY_RUN}:
+        return name
+    # --cfg, --help, --info: of what all cells share.
+    sys.argv[1:] = [a for a in sys.argv[1:] if a.partition("=")[0] not in table.AXES]
+    command.typed = [o for o in command.typed if o in sys.argv]
+    return None
+
+
+def register_resolvers(typed: list[str], sweep_name: Callable[[list[str]], str] = run_name) -> None:
+    """Folder names, for conf/config.yaml, and values that a table's cell takes from another one's run."""
     OmegaConf.register_new_resolver("run_name", run_name, replace=True)
     # Cached, since Hydra resolves the sweep's folder again in every job.
-    OmegaConf.register_new_resolver("sweep_name", lambda: run_name(typed), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("sweep_name", lambda: sweep_name(typed), use_cache=True, replace=True)
     OmegaConf.register_new_resolver("cell_name", lambda job: cell_name(job, typed), replace=True)
+    # As it is written, until table.resolved() knows the cell.
+    OmegaConf.register_new_resolver("paired", lambda *source: f"paired:{','.join(map(str, source))}", replace=True)

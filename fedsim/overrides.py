@@ -24,21 +24,29 @@ UNNAMED = (
 )
 """Keys that do not name a run: the same command with another `rounds` continues it."""
 
+OF_A_TABLE = r"(row|column|seed)=|scale=full$"
+"""What does not name the folder of a paper's table: which of its cells are run, and that they are run in full."""
+
 LONGEST_NAME = 120
 
 
 def run_name(overrides: Iterable[str]) -> str:
     """The folder of a run or a sweep, from the overrides that make it what it is: same command, same folder."""
-    return _folder_name(o for o in overrides if not re.match(UNNAMED, o))
+    return folder_name(o for o in overrides if not re.match(UNNAMED, o))
+
+
+def table_name(typed: Iterable[str]) -> str:
+    """The folder of a paper's table: the same one whichever of its cells are asked for."""
+    return run_name(o for o in typed if not re.match(OF_A_TABLE, o))
 
 
 def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:
     """The folder of one job within its sweep's: what the sweep chose, not what was typed with a single value."""
     fixed = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(typed)) if not o.is_sweep_override()}
-    return _folder_name(o for o in job if o.lstrip("+~").partition("=")[0] not in fixed)
+    return folder_name(o for o in job if o.lstrip("+~").partition("=")[0] not in fixed)
 
 
-def _folder_name(overrides: Iterable[str]) -> str:
+def folder_name(overrides: Iterable[str]) -> str:
     name = re.sub(r"[^\w.,=+@-]+", "-", ",".join(sorted(overrides))).strip("-") or "default"
     if len(name) > LONGEST_NAME:
         name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -60,7 +68,7 @@ def misread(typed: Sequence[str]) -> str | None:
             continue
         files = (CONF / group).rglob("*.yaml")
         choices = sorted(p.relative_to(CONF / group).with_suffix("").as_posix() for p in files)
-        for value in _values(override):
+        for value in values(override):
             if value not in choices:
                 return f"unknown choice {group}={value}; {_nearest(value, choices)}"
     return None
@@ -75,7 +83,7 @@ def explain(error: Exception, typed: Sequence[str]) -> str:
     groups = [o for o in overrides if (CONF / str(o.key_or_group)).is_dir()]
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            chosen = [f"{o.key_or_group}={_values(o)[0]}" for o in groups if not isinstance(o.value(), list)]
+            chosen = [f"{o.key_or_group}={values(o)[0]}" for o in groups if not isinstance(o.value(), list)]
             keys = _keys(OmegaConf.to_container(compose("config", chosen), resolve=False))
     except (HydraException, OmegaConfBaseException):
         return _brief(error)
@@ -87,7 +95,7 @@ def explain(error: Exception, typed: Sequence[str]) -> str:
     return _brief(error)
 
 
-def _values(override: Override) -> list[str]:
+def values(override: Override) -> list[str]:
     """The choices an override names: several in a sweep or a list, none in a pattern that Hydra expands."""
     value = override.value()
     if isinstance(value, Glob):

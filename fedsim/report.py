@@ -1,16 +1,20 @@
 """What is printed when runs end: a table of a run's result, or of a sweep's."""
 
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from fedsim import plots
+from fedsim import estimate
+from fedsim.estimate import Forecast
+from fedsim.table import Cell
 
 LAST = "test_accuracy_last"
 PERSONAL = "personal_accuracy_after"
@@ -64,8 +68,58 @@ def preview(folder: Path, summary: Mapping[str, Any]) -> None:
     console.print(f"files: {_shown(folder)}  (partition.png, clients.csv, summary.json)", soft_wrap=True)
 
 
+def cells(name: str, cells: Sequence[Cell], forecasts: Iterable[Forecast]) -> None:
+    """The runs of a paper's table, and what they would take."""
+    console = _console()
+    table = Table(title=f"{name}, scale={cells[0].scale}: {len(cells)} runs", title_justify="left")
+    for title in ("row", "column", "seed", "rounds", "done"):
+        table.add_column(title, justify="right" if title not in ("row", "column") else "left")
+    table.add_column("still to go", justify="right")
+    table.add_column("status")
+    total, reasons = 0.0, dict[str, int]()
+    for cell, forecast in zip(
+        cells, track(forecasts, "trying", total=len(cells), console=console, transient=True), strict=True
+    ):
+        known = math.isfinite(forecast.seconds)
+        if known:
+            total, status = total + forecast.seconds, forecast.status
+        else:
+            status = f"impossible ({reasons.setdefault(forecast.status, len(reasons) + 1)})"
+        table.add_row(
+            *(cell.row, cell.column, str(cell.seed), f"{forecast.rounds:,}", f"{forecast.done:,}"),
+            *(duration(forecast.seconds) if known else "-", status),
+        )
+    console.print(table)
+    memory = f"{estimate.peak_bytes() / 2**30:.1f} GiB of memory"
+    console.print(
+        f"about {duration(total)} in all, and {memory} (four rounds of each kind of run were played, uncompiled)"
+    )
+    for reason, number in reasons.items():
+        console.print(f"({number}) {reason}", markup=False)
+    console.print(f"folder: {_shown(cells[0].folder.parent)}", soft_wrap=True)
+
+
+def filled(folder: Path) -> None:
+    """A paper's table with the runs there are."""
+    from fedsim.reporting import terminal, writing  # not before runs, which would wait for plotly and SciPy
+
+    console = _console()
+    terminal.tell(writing.read([str(folder)], "last").tables, console)
+    console.print(f"files: {_shown(folder)}  (a folder a run; fedsim-report makes a page of them)", soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """To the precision that an estimate has."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def compare(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
     """Several runs beside each other; the same as comparison.csv and comparison.png in the folder above them."""
+    from fedsim import plots  # not before runs, which would wait for matplotlib
+
     above = Path(os.path.commonpath([folder.parent for folder in summaries]))
     table = Table(title=f"{len(summaries)} runs", title_justify="left")
     table.add_column("run", overflow="fold")

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from fedsim import check, checkpoint, plots
+from fedsim import check, checkpoint
 from fedsim.data import PAD, FederatedData
 from fedsim.folder import RunFolder, accuracies, round_times, time_to_accuracy, versions
 from fedsim.logger.base import Logger, RunInfo
@@ -38,6 +38,8 @@ class Request:
     choices: Mapping[str, str]
     overrides: Sequence[str]
     device: torch.device
+    place: Mapping[str, str] = field(default_factory=dict)
+    """In a paper's table: experiment, row, column, scale."""
 
 
 def execute(request: Request, build: Callable[[Mapping[str, Any]], Experiment], loggers: Sequence[Logger]) -> Summary:
@@ -62,7 +64,8 @@ def preview(request: Request, build: Callable[[], FederatedData]) -> Summary:
         folder.claim(request.config, overwrite=False)
         before, data = folder.summary(), build()
         same_data(request.folder, before, data)
-        numbers = describe_partition(folder, data, request.choices["partition"])
+        numbers = describe_partition(folder, data)
+        draw_partition(folder, data, request.choices["partition"])
         summary = {
             "status": "preview",
             "rounds": 0,
@@ -98,15 +101,20 @@ def provenance(data: FederatedData) -> dict[str, str]:
     }
 
 
-def describe_partition(folder: RunFolder, data: FederatedData, law: str) -> dict[str, Any]:
-    """Who holds what, as a table, as a picture and in numbers."""
+def label_mixes(data: FederatedData) -> tuple[np.ndarray, np.ndarray]:
+    """Each client's samples of each class, and its earth mover's distance from the population."""
     table, dataset = data.label_counts(), data.dataset
     labels = dataset.train_y.cpu().numpy()
     population = np.bincount(labels[labels != PAD] if dataset.sequence else labels, minlength=dataset.num_classes)
-    distances = earth_movers_distance(table, population)
+    return table, earth_movers_distance(table, population)
+
+
+def describe_partition(folder: RunFolder, data: FederatedData) -> dict[str, Any]:
+    """Who holds what, as a table and in numbers."""
+    table, distances = label_mixes(data)
     clients: dict[str, Any] = {"client": np.arange(data.num_clients)}
     if data.split.codes is not None:
-        clients["name"] = np.array(dataset.client_names)[data.split.codes]
+        clients["name"] = np.array(data.dataset.client_names)[data.split.codes]
     clients |= {
         "samples": data.split.sizes,
         "sensitivity_samples": data.split.held,
@@ -115,9 +123,15 @@ def describe_partition(folder: RunFolder, data: FederatedData, law: str) -> dict
         "emd": distances.round(6),
     }
     pd.DataFrame(clients).to_csv(folder / "clients.csv", index=False)
-    title = f"{law}, {data.num_clients:,} clients ({data.split.fingerprint()})"
-    plots.partition(folder / "partition.png", table, data.sizes, distances, title, dataset.class_names)
     return provenance(data) | statistics(table, data.sizes, distances)
+
+
+def draw_partition(folder: RunFolder, data: FederatedData, law: str) -> None:
+    from fedsim import plots  # matplotlib takes as long to import as many a round
+
+    title = f"{law}, {data.num_clients:,} clients ({data.split.fingerprint()})"
+    path, (table, distances) = folder / "partition.png", label_mixes(data)
+    plots.partition(path, table, data.sizes, distances, title, data.dataset.class_names)
 
 
 class Session:
@@ -156,7 +170,7 @@ class Session:
         """From here on the folder is this run's, and whatever happens it is left complete."""
         status = "failed"
         try:
-            self.partition = describe_partition(self.folder, self.exp.data, self.request.choices["partition"])
+            self.partition = describe_partition(self.folder, self.exp.data)
             self._write_summary("running")
             run(self.exp, self.state, self._after_round)
             status = "finished" if self._complete() else "diverged"
@@ -184,6 +198,7 @@ class Session:
             self.csv.sync()
             checkpoint.save(self.checkpoint, state, self._elapsed())
         self.state = state
+        self._picture_partition()
         if self.signals:  # the exception was lost, in a place where Python only reports them (a finalizer)
             raise KeyboardInterrupt(self.signals[0])
 
@@ -191,8 +206,16 @@ class Session:
         request = self.request
         return RunInfo(request.folder, request.name, self.id, request.config, self.exp.rounds, self.state.round)
 
+    def _picture_partition(self) -> None:
+        """After the first round, which need not wait for it."""
+        if not (self.folder / "partition.png").exists():
+            draw_partition(self.folder, self.exp.data, self.request.choices["partition"])
+
     def _finish(self, status: str) -> Summary:
+        from fedsim import plots
+
         with ignoring_signals():
+            self._picture_partition()
             plots.curves(self.folder / "curves.png", self.folder.metrics(), self.request.name)
             return self._write_summary(status)
 
@@ -208,6 +231,7 @@ class Session:
             "id": self.id,
             "choices": dict(request.choices),
             "overrides": list(request.overrides),
+            **({"table": dict(request.place)} if request.place else {}),
             "partition_fingerprint": self.partition["fingerprint"],
             "partition": self.partition,
             "parameters": sum(p.numel() for p in self.state.model.params.values()),

@@ -54,7 +54,7 @@ def test_the_default_run_writes_everything_promised(fedsim: Command, tmp_path: P
     table = pd.read_csv(folder / "metrics.csv")
     assert list(table.columns) == list(METRICS)
     assert table["round"].tolist() == [1, 2, 3]
-    elsewhere = ("sent/", "async/", "privacy/", "pfnm/", "personal/")
+    elsewhere = ("norm_norm/", "sent/", "async/", "privacy/", "pfnm/", "personal/")
     measured = [c for c in METRICS if not c.startswith(elsewhere) and "conv" not in c]
     assert table[measured].notna().all().all()
     assert table[["sent/accuracy", "norm/N_conv"]].isna().all().all(), "blank where there is nothing to measure"

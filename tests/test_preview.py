@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from conftest import experiment, metrics, small
 
-from fedsim.session import describe_partition
+from fedsim.session import describe_partition, draw_partition
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 OWN = ("dataset=npz", "dataset.path=mine.npz", "model=logistic", "rounds=2", "participation.clients_per_round=2")
@@ -108,8 +108,12 @@ def test_a_run_stopped_while_its_partition_is_drawn_is_interrupted(
 ) -> None:
     from fedsim import cli, plots
 
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    draw, signals = plots.partition, [KeyboardInterrupt()]
+
+    def stopped(*args: Any) -> None:
+        if signals:
+            raise signals.pop()
+        draw(*args)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "partition", stopped)
@@ -117,7 +121,9 @@ def test_a_run_stopped_while_its_partition_is_drawn_is_interrupted(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130
-    assert summary(tmp_path / "outputs" / "dataset=synthetic")["status"] == "interrupted"
+    folder = tmp_path / "outputs" / "dataset=synthetic"
+    assert (summary(folder)["status"], summary(folder)["rounds"]) == ("interrupted", 1)
+    assert (folder / "partition.png").exists()
 
 
 def test_a_cache_that_may_only_be_read_is_good_enough(fedsim: Command) -> None:
@@ -158,7 +164,8 @@ def test_numbers_of_many_and_of_few_clients_can_be_drawn(tmp_path: Path) -> None
     few = experiment("dataset=quadratic")
     many = small("dataset.train_samples=10000", "partition.num_clients=3400", "partition=iid")
     for exp in (few, many):
-        numbers = describe_partition(tmp_path, exp.data, "law")  # type: ignore[arg-type]
+        numbers = describe_partition(tmp_path, exp.data)  # type: ignore[arg-type]
+        draw_partition(tmp_path, exp.data, "law")  # type: ignore[arg-type]
         assert numbers["clients"] == exp.data.num_clients
         assert (tmp_path / "partition.png").stat().st_size > 10_000
         (tmp_path / "partition.png").unlink()
