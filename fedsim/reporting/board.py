@@ -1,0 +1,142 @@
+"""A paper's table at one scale with the runs that fill it, and pairs of them that may be compared."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedsim.reporting.experiment import PaperTable, paper_table
+from fedsim.reporting.runs import Run
+from fedsim.reporting.statistics import Estimate, estimate
+
+
+@dataclass(frozen=True)
+class Board:
+    """Cells by row and column; a cell is the runs of one or several seeds."""
+
+    table: PaperTable
+    scale: str
+    """full, short or smoke, and after it what was changed (`short, rounds=60`)."""
+    pick: str
+    cells: Mapping[tuple[str, str], Sequence[Run]]
+
+    @property
+    def rows(self) -> list[str]:
+        return list(dict.fromkeys([*self.table.rows, *(row for row, _ in self.cells)]))
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys([*self.table.columns, *(column for _, column in self.cells)]))
+
+    @property
+    def name(self) -> str:
+        return f"{self.table.experiment}, scale={self.scale}"
+
+    @property
+    def slug(self) -> str:
+        return slug(f"{self.table.experiment}_{self.scale}")
+
+    @property
+    def smoke(self) -> bool:
+        """Whether it only shows that the table runs."""
+        return self.scale.startswith("smoke")
+
+    @property
+    def metric(self) -> str:
+        """The one that claims are about."""
+        return self.table.metrics[0]
+
+    def runs(self, row: str, column: str) -> Sequence[Run]:
+        return self.cells.get((row, column), ())
+
+    def ours(self, row: str, column: str, metric: str, pick: str | None = None) -> Estimate:
+        """Over the seeds that have a value."""
+        values = [run.value(metric, pick or self.pick) for run in self.runs(row, column)]
+        return estimate([value for value in values if not math.isnan(value)])
+
+    def state(self, row: str, column: str) -> str:
+        """What is wrong with a cell: missing, unfinished, diverged ...; empty: nothing."""
+        return state(self.runs(row, column))
+
+    def rounds(self, row: str, column: str) -> str:
+        return rounds(self.runs(row, column))
+
+
+@dataclass(frozen=True)
+class Together:
+    """The values of several columns in one row, seed by seed, and why seeds are not among them."""
+
+    values: Mapping[int, tuple[float, ...]]
+    notes: tuple[str, ...]
+    otherwise_split: bool
+    """The columns' settings divide the data otherwise: nothing to pair, on purpose."""
+
+
+def together(board: Board, row: str, columns: Sequence[str], metric: str) -> Together:
+    """Seeds that all columns have, on the same partition. If one is not finished, all are read off where it stands."""
+    by_column = [{run.seed: run for run in board.runs(row, column)} for column in columns]
+    seeds = sorted({s for runs in by_column for s in runs if s is not None})
+    values, notes, design = {}, [], False
+    for seed in seeds:
+        absent = [column for column, runs in zip(columns, by_column, strict=True) if seed not in runs]
+        if absent:
+            notes.append(f"seed {seed}: no {', '.join(absent)}")
+            continue
+        runs = [by_seed[seed] for by_seed in by_column]
+        prints = {run.about.get("partition_fingerprint") for run in runs}
+        if len(prints) > 1 or None in prints:
+            design = design or any(run.split != runs[0].split for run in runs)
+            notes.append(f"seed {seed}: not the same partition ({', '.join(sorted(map(str, prints)))}), so not paired")
+            continue
+        upto = None if all(complete(run) for run in runs) else min(run.rounds for run in runs)
+        if upto is not None and len({run.asked for run in runs}) > 1:
+            notes.append(f"seed {seed}: not all are finished, and they go for different numbers of rounds")
+            continue
+        row_values = tuple(run.value(metric, board.pick, upto) for run in runs)
+        unknown = [(c, r) for c, r, v in zip(columns, runs, row_values, strict=True) if not math.isfinite(v)]
+        if unknown:
+            notes += [f"seed {seed}: {column} is {run.status} and has no value" for column, run in unknown]
+            continue
+        if upto is not None:
+            notes.append(f"seed {seed}: after round {upto}, the last that all have")
+        values[seed] = row_values
+    return Together(values, tuple(notes), design)
+
+
+def boards(runs: Iterable[Run], pick: str) -> list[Board]:
+    """One for each experiment and scale among the runs."""
+    found: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
+    for run in runs:
+        if "experiment" in run.about:
+            cells = found.setdefault((run.about["experiment"], run.about["scale"]), {})
+            runs_of_cell = cells.setdefault((run.about["row"], run.about["column"]), [])
+            if run.status != "preview":
+                runs_of_cell.append(run)
+    tables = {experiment: paper_table(experiment) for experiment, _ in found}
+    return [Board(tables[name], scale, pick, cells) for (name, scale), cells in sorted(found.items())]
+
+
+def state(runs: Sequence[Run]) -> str:
+    """What is wrong with runs that belong together."""
+    if not runs:
+        return "missing"
+    wrong = Counter(run.status if run.status != "finished" else "unfinished" for run in runs if not complete(run))
+    return ", ".join(status if n == len(runs) else f"{n} of {len(runs)} {status}" for status, n in wrong.items())
+
+
+def complete(run: Run) -> bool:
+    return run.status == "finished" and run.rounds >= run.asked
+
+
+def rounds(runs: Sequence[Run]) -> str:
+    """Done/asked; a range where seeds got to different rounds."""
+    if not runs:
+        return "-"
+    done, asked = sorted({run.rounds for run in runs}), sorted({run.asked for run in runs})
+    low_high = (f"{v[0]}" if len(v) == 1 else f"{v[0]}-{v[-1]}" for v in (done, asked))
+    return "/".join(low_high)
+
+
+def slug(name: str) -> str:
+    """A name for files, that every system and LaTeX takes."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in name)

@@ -1,0 +1,24 @@
+"""--check: whether what was stated holds. What was not looked at is said, so that it does not look verified."""
+
+from collections.abc import Sequence
+
+from fedsim.reporting.board import Board
+from fedsim.reporting.verdicts import failures, states_something
+
+
+def check(boards: Sequence[Board]) -> tuple[bool, list[str]]:
+    """Whether all is well, and a line for each thing that is not."""
+    if not boards:
+        return False, ["check: fails: no paper's table among these runs, so there is nothing to check"]
+    smoke = [board for board in boards if board.smoke]
+    silent = [board for board in boards if not board.smoke and not states_something(board)]
+    lines = [f"check: {board.name}: not checked (smoke runs show only that it runs)" for board in smoke]
+    lines += [f"check: {board.name}: nothing is stated of it at this scale but its cells" for board in silent]
+    failed = [f"check: {board.name}: {why}" for board in boards for why in failures(board)]
+    looked_at = len(boards) - len(smoke) - len(silent)
+    end = (
+        f"check: fails ({len(failed)})"
+        if failed
+        else f"check: passes ({looked_at} of {len(boards)} tables were checked)"
+    )
+    return not failed, [*lines, *failed, end]
