@@ -120,7 +120,12 @@ def told(error: Exception, folder: Path, device: object) -> str | None:
 
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is missing; type {error.full_key}=VALUE"
-    if isinstance(error, InputError | OmegaConfBaseException):
+    if isinstance(error, OmegaConfBaseException):
+        within: BaseException = error
+        while cause := within.__cause__ or within.__context__:  # a resolver of ours, wrapped once or twice
+            within = cause
+        return str(within if isinstance(within, InputError) else error)
+    if isinstance(error, InputError):
         return str(error)
     # torch's own class for a GPU, NumPy's for arrays, a plain RuntimeError for a tensor on the CPU
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):

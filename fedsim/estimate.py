@@ -5,19 +5,22 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fedsim import build, check, table
-from fedsim.runner import Experiment, initial_state, play
+from fedsim.runner import Experiment, extent, initial_state, play
 from fedsim.table import Cell
 
-UNKNOWN = dict.fromkeys(("elastic/mean_zeta", "norm_norm/rate"), 1.0)
+UNKNOWN = dict.fromkeys(("elastic/mean_zeta", "elastic/step", "norm_norm/rate"), 1.0)
 """In place of what cells that have not run yet will have logged: it changes no times."""
+
+SECONDS = 2.0
+"""A round that takes longer is tried with some of its clients."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,18 @@ class Forecast:
 def each(cells: Sequence[Cell]) -> Iterator[Forecast]:
     """A forecast for each cell; one that has begun goes by its own times."""
     paces: dict[str, Pace | str] = {}
+    found: dict[str, Pace] = {}
     for cell in cells:
         config = table.resolved(cell, UNKNOWN)
         before, rounds = summary(cell.folder), config["rounds"]
         done, status = before.get("rounds", 0), before.get("status", "new")
-        if status in ("finished", "diverged") and done >= rounds:
+        if status == "diverged" or (status == "finished" and done >= rounds):
             yield Forecast(status, done, rounds, 0.0)
             continue
-        key = kind(cell, config)
-        if key not in paces:
-            paces[key] = tried(config)
-        pace = paces[key]
+        kind = described(cell.choices, config)
+        if kind not in paces:
+            paces[kind] = tried(cell, config, found)
+        pace = paces[kind]
         if isinstance(pace, str):
             yield Forecast(pace, done, rounds, math.nan)
             continue
@@ -71,32 +75,57 @@ def summary(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def kind(cell: Cell, config: dict[str, Any]) -> str:
+def described(choices: Mapping[str, str], config: dict[str, Any], *without: str) -> str:
     """Cells with the same choices and the same amount of work take the same time, whatever their tau or rate."""
-    choices = {k: v for k, v in cell.choices.items() if k not in ("logger", "experiment")}
+    named = {k: v for k, v in choices.items() if k not in ("logger", "experiment", *without)}
     amount = [config["client"], config["participation"], config["partition"], config["eval"]]
-    return json.dumps([choices, amount], sort_keys=True, default=str)
+    return json.dumps([named, amount], sort_keys=True, default=str)
 
 
-def tried(config: dict[str, Any]) -> Pace | str:
-    """Four rounds: the first with all that is started in it, two to take the faster of, one with an evaluation."""
+def tried(cell: Cell, config: dict[str, Any], found: dict[str, Pace]) -> Pace | str:
+    """A few rounds: the first with all that is started in it, two to take the faster of, one with an evaluation. Where
+    they are long, with some of their clients only. What `found` has of cells whose clients do the same is taken."""
     try:
         where = build.device(config["device"])
         exp = build.experiment({**config, "engine": {**config["engine"], "compile": False}}, where)
     except check.InputError as error:
         return str(error)
-    state, times = initial_state(exp), []
-    for every in (10**9, 10**9, 10**9, 1):
+    measures, whole = exp.aggregator.probe is not None, exp.aggregator.individual
+    work = f"{measures} {whole} {described(cell.choices, config, 'aggregator', 'server_optimizer', 'schedule')}"
+    if work not in found:
+        found[work] = played(exp)
+    return found[work]
+
+
+def played(exp: Experiment) -> Pace:
+    rounds, share = Rehearsal(exp), 1.0
+    clients, few = extent(exp).clients, at_once(exp.engine_choice)
+    if clients > few:
+        some = Rehearsal(replace(exp, participation=replace(cast(Any, exp.participation), clients_per_round=few)))
+        some.play()
+        if some.play() * clients / few > SECONDS:
+            rounds, share = some, clients / few
+    first, later = rounds.play() * share, min(rounds.play(), rounds.play())
+    return Pace(first, later * share, max(0.0, rounds.play(evaluated=True) - later))
+
+
+def at_once(engine: Mapping[str, Any]) -> int:
+    """As many clients as an engine trains at the same time, two at least."""
+    return max(2, int(engine.get("workers", 1)) * int(engine.get("stack", 1)))
+
+
+class Rehearsal:
+    """Rounds that nobody keeps."""
+
+    def __init__(self, exp: Experiment) -> None:
+        self._exp, self._state = exp, initial_state(exp)
+
+    def play(self, evaluated: bool = False) -> float:
+        """One more of them; its seconds."""
+        exp = replace(self._exp, rounds=10**9, eval=replace(self._exp.eval, every=1 if evaluated else 10**9))
         started = time.perf_counter()
-        state, _, _ = play(rehearsed(exp, every), state)
-        times.append(time.perf_counter() - started)
-    first, second, third, evaluated = times
-    later = min(second, third)
-    return Pace(first, later, max(0.0, evaluated - later))
-
-
-def rehearsed(exp: Experiment, every: int) -> Experiment:
-    return replace(exp, rounds=10**9, eval=replace(exp.eval, every=every))
+        self._state, _, _ = play(exp, self._state)
+        return time.perf_counter() - started
 
 
 def peak_bytes() -> int:

@@ -67,9 +67,10 @@ class RunFolder:
             differing = differences(self._stored_config(), config)
             if differing:
                 horizon = any(d.startswith("schedule.rounds:") for d in differing)
+                going_on = ", or give the old schedule.rounds to go on" if horizon else ""
                 raise check.InputError(
-                    f"{self.path} was made by another config ({'; '.join(differing)}); choose another hydra.run.dir, "
-                    f"or overwrite=true{', or give the old schedule.rounds to go on' if horizon else ''}"
+                    f"{self.path} was made by another config ({'; '.join(differing)}); choose another hydra.run.dir "
+                    f"(of a sweep or a table, hydra.sweep.dir), or overwrite=true{going_on}"
                 )
         write_atomically(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
 

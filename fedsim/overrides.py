@@ -36,8 +36,10 @@ def run_name(overrides: Iterable[str]) -> str:
 
 
 def table_name(typed: Iterable[str]) -> str:
-    """The folder of a paper's table: the same one whichever of its cells are asked for."""
-    return run_name(o for o in typed if not re.match(OF_A_TABLE, o))
+    """The folder of a paper's table: the same one whichever of its cells are asked for. With other rounds it is another
+    table, of which the paper's own must know nothing."""
+    wanted = (o for o in typed if not re.match(OF_A_TABLE, o))
+    return folder_name(o for o in wanted if "rounds=" in o or not re.match(UNNAMED, o))
 
 
 def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:

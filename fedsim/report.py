@@ -91,9 +91,7 @@ def cells(name: str, cells: Sequence[Cell], forecasts: Iterable[Forecast]) -> No
         )
     console.print(table)
     memory = f"{estimate.peak_bytes() / 2**30:.1f} GiB of memory"
-    console.print(
-        f"about {duration(total)} in all, and {memory} (four rounds of each kind of run were played, uncompiled)"
-    )
+    console.print(f"about {duration(total)} in all, and {memory} (from a few rounds of each kind of run, uncompiled)")
     for reason, number in reasons.items():
         console.print(f"({number}) {reason}", markup=False)
     console.print(f"folder: {_shown(cells[0].folder.parent)}", soft_wrap=True)

@@ -58,7 +58,7 @@ class Stored:
 
     @property
     def rounds(self) -> int:
-        return len(self.metrics) or int(self.summary.get("rounds", 0))
+        return len(self.metrics)
 
 
 class Damaged(Exception):
@@ -103,20 +103,25 @@ def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:
 def _stored(folder: Path, layers: bool) -> Stored:
     summary = _mapping(folder / "summary.json", json.loads)
     config = _mapping(folder / "config.yaml", yaml.safe_load)
-    table = summary.get("table")
-    if table is not None and not (isinstance(table, dict) and all(isinstance(table.get(k), str) for k in PLACE)):
+    table = summary.get("table", {})
+    if table != {} and not (isinstance(table, dict) and all(isinstance(table.get(k), str) for k in PLACE)):
         raise Damaged("summary.json does not say which cell of its table it is")
     metrics = _csv(folder / "metrics.csv")
     try:
         metrics = metrics.astype(float)
-    except ValueError as error:
+        metrics = metrics.astype({"round": int}) if len(metrics) else metrics
+    except (ValueError, KeyError) as error:
         raise Damaged(f"metrics.csv: {error}") from error
-    if len(metrics) and "round" not in metrics:
-        raise Damaged("metrics.csv has no column `round`")
+    if summary.get("rounds") and not len(metrics):
+        raise Damaged("metrics.csv is missing or empty, though rounds were played")
     by_layer = _csv(folder / "layers.csv") if layers else pd.DataFrame()
     stored = Stored(folder, summary, config, metrics, by_layer, _csv(folder / "clients.csv"))
     if not isinstance(stored.seed, int | None) or not isinstance(summary.get("rounds", 0), int):
         raise Damaged("summary.json: seed and rounds must be whole numbers")
+    if not isinstance(config.get("rounds", 0), int):
+        raise Damaged("config.yaml: rounds must be a whole number")
+    if not isinstance(summary.get("choices", {}), dict) or not isinstance(summary.get("status", ""), str):
+        raise Damaged("summary.json: status must be a word, choices a table")
     return stored
 
 
@@ -174,6 +179,8 @@ def _row(run: Stored) -> dict[str, Any]:
     """Numbers from metrics.csv as it stands, since the summary of a running run is as old as its start."""
     summary, config = run.summary, flatten(run.config)
     numbers = {k: v for k, v in summary.items() if isinstance(v, int | float | str) and not isinstance(v, bool)}
+    if isinstance(summary.get("partition"), dict) and "data" in summary["partition"]:
+        numbers["data_fingerprint"] = str(summary["partition"]["data"])
     now = accuracies(run.metrics.reindex(columns=list(METRICS))) if len(run.metrics) else {}
     choices = {k: v for k, v in summary.get("choices", {}).items() if k != "experiment"}
     asked = config.pop("rounds", None)

@@ -32,7 +32,10 @@ but for the scale, which is another table."""
 UNCHANGED = r"(device|data_dir|cache_dir|overwrite|checkpoint|logger|hydra|engine|eval)(?=[.=@]|$)"
 """Keys that leave the experiment what it is."""
 
-KEYS = ("paper", "table", "metrics", "seeds", "rows", "columns", "cells", "short", "claims", "tolerance", "figures")
+KEYS = (
+    *("paper", "table", "metrics", "seeds", "rows", "columns", "cells", "short", "claims", "tolerance", "figures"),
+    *("axis", "notes"),
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def cells(name: str, typed: Sequence[str]) -> list[Cell]:
         if unknown:
             raise check.BadValue(f"table.{unknown[0]}", spec[unknown[0]], f"unknown key; valid: {', '.join(KEYS)}")
         rows, columns = chosen("row", axes, spec["rows"]), chosen("column", axes, spec["columns"])
-        seeds = [seed(s) for s in axes.get("seed", spec["seeds"][: 1 if scale == "smoke" else None])]
+        wanted = axes.get("seed", spec["seeds"][: 1 if scale == "smoke" else None])
+        seeds = list(dict.fromkeys(seed(s) for s in wanted))
         above = Path(base.hydra.sweep.dir)
         result = []
         for row, column in product(rows, columns):

@@ -4,6 +4,9 @@ and small models go through here many times in a millisecond."""
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
@@ -38,3 +41,8 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     if not others:
         return rebuilt(tree, map(function, leaves(tree)))
     return rebuilt(tree, map(function, leaves(tree), *map(leaves, others)))
+
+
+def length(tree: Any) -> Tensor:
+    """The L2 norm of all tensors together."""
+    return torch.stack([t.square().sum() for t in leaves(tree)]).sum().sqrt()

@@ -40,6 +40,8 @@ def run(
     config: Mapping[str, Any] | None = None,
     columns: Mapping[str, Any] | None = None,
     parameters: int = 100,
+    choices: Mapping[str, str] | None = None,
+    data: str = "images",
 ) -> Path:
     """A run whose accuracy rises to a value over its rounds, or has the given one in each round."""
     folder.mkdir(parents=True)
@@ -57,9 +59,9 @@ def run(
         "rounds": len(curve),
         "seed": seed,
         "name": folder.name,
-        "choices": {"experiment": None, "dataset": "synthetic"},
+        "choices": {"experiment": None, "dataset": "synthetic", **(choices or {})},
         "partition_fingerprint": fingerprint or f"print{seed}",
-        "partition": {"fingerprint": fingerprint or f"print{seed}"},
+        "partition": {"fingerprint": fingerprint or f"print{seed}", "data": data},
         "parameters": parameters,
         "wall_time_s": 1.0,
     }

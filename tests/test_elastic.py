@@ -83,6 +83,8 @@ def test_zeta_by_hand() -> None:
     assert result.metrics["elastic/boosted_fraction"].item() == 0.5
     assert result.layers["boosted_fraction"].tolist() == [0.5], "a zeta of exactly one is not boosted"
     assert result.metrics["elastic/mean_zeta"].item() == pytest.approx((0.5 + 1 + 1.25 + 1.5) / 4)
+    # |(.5, 1, 2.5, -6)| / |(1, 1, 2, -4)|
+    assert result.metrics["elastic/step"].item() == pytest.approx((43.5 / 22) ** 0.5)
 
 
 def test_boosted_fraction_counts_scalars_over_the_model_and_by_layer() -> None:
@@ -142,7 +144,7 @@ def test_one_scalar_model_takes_tau_of_the_naive_step() -> None:
     scaled = play(experiment("dataset=quadratic", "aggregator.tau=0.25", "rounds=1"))[1][0]
     assert scaled["norm/N"] == naive["norm/N"]
     assert scaled["norm/N_server"] == pytest.approx(0.25 * naive["norm/N_server"], rel=1e-6)
-    assert scaled["elastic/mean_zeta"] == 0.25
+    assert scaled["elastic/mean_zeta"] == scaled["elastic/step"] == 0.25
 
 
 def test_sensitivities_do_not_use_labels() -> None:
@@ -198,6 +200,8 @@ def test_a_round_against_numpy() -> None:
     assert row["elastic/boosted_fraction"] == pytest.approx(sum((z > 1).sum() for z in zeta.values()) / count)
     assert row["elastic/mean_zeta"] == pytest.approx(sum(z.sum() for z in zeta.values()) / count, rel=1e-5)
     assert row["norm/N"] == pytest.approx(reference.norm(mean), rel=1e-4)
+    longer = reference.norm({n: zeta[n] * mean[n] for n in mean}) / reference.norm(mean)
+    assert row["elastic/step"] == pytest.approx(longer, rel=1e-4)
     assert row["norm/E"] == pytest.approx(sum(w[i] * reference.norm(d) for i, d in enumerate(deltas)), rel=1e-4)
     assert row["norm/N_server"] == pytest.approx(reference.norm({n: zeta[n] * mean[n] for n in mean}), rel=1e-4)
     assert (y >= 0).all()

@@ -296,8 +296,8 @@ def test_a_diverged_run_has_no_value(tmp_path: Path, paper: Callable[..., None])
     run(tmp_path / "outputs" / "a", 0.7, cell=NAIVE)
     run(tmp_path / "outputs" / "b", [0.8, 0.9, math.nan], cell=ELASTIC, status="diverged", asked=4)
     found = verdict(tmp_path / "outputs")
-    assert found.word == verdicts.MISSING
-    assert "elastic is diverged" in found.note
+    assert found.word == verdicts.DIVERGED
+    assert "elastic diverged" in found.note
     assert report_command.run([str(tmp_path / "outputs"), "--check"]) == 1
 
 
@@ -338,26 +338,116 @@ def test_claims_on_a_value(tmp_path: Path, paper: Callable[..., None], claim: di
     assert found.word == word
 
 
-def test_a_gain_is_split_into_step_size_and_direction(tmp_path: Path, paper: Callable[..., None]) -> None:
-    control = ["aggregator=fedavg", "server_optimizer.lr=${paired:elastic,elastic/mean_zeta}"]
-    paper(
-        {
-            "columns": TABLE["columns"] | {"mean zeta": control, "other": []},
-            "claims": [{"better": "elastic", "than": "naive"}, {"better": "elastic", "than": "other"}],
-        }
-    )
-    runs = cells(tmp_path / "outputs", GOOD | {("MNIST", "mean zeta"): [0.71, 0.72]})
+def controlled(rows: dict[str, list[Any]], *claims: dict[str, Any]) -> dict[str, Any]:
+    control = ["aggregator=fedavg", "server_optimizer.lr=${paired:elastic,elastic/step}"]
+    columns = TABLE["columns"] | {"same length": control, "other": []}
+    return {"rows": rows, "columns": columns, "claims": list(claims)}
+
+
+def test_a_gain_is_split_into_what_the_control_has_and_the_rest(tmp_path: Path, paper: Callable[..., None]) -> None:
+    """The plain method is that of the first claim about the method, in its row."""
+    first = ({"better": "elastic", "than": "other", "row": "EMNIST"}, {"better": "elastic", "than": "naive"})
+    paper(controlled({"MNIST": []}, *first, {"better": "elastic", "than": "other"}))
+    runs = cells(tmp_path / "outputs", GOOD | {("MNIST", "same length"): [0.71, 0.72]})
     (split,) = verdicts.splits(board(runs))
-    assert (split.plain, split.control, split.method) == ("naive", "mean zeta", "elastic")
-    assert (split.gain.mean, split.step.mean, split.direction.mean) == (
+    assert (split.plain, split.control, split.method) == ("naive", "same length", "elastic")
+    assert (split.gain.mean, split.shared.mean, split.own.mean) == (
         *(pytest.approx(3.5), pytest.approx(2.0)),  # seeds 0 and 1 only
         pytest.approx(1.5),
     )
-    assert "seed 2: no mean zeta" in split.note
-    report_command.run([str(runs)])
-    assert "57 %" in (runs / "report" / "report.md").read_text()  # 2 / 3.5
-    known = pd.read_csv(runs / "report" / "verdicts.csv").set_index("claim")["ours"]
-    assert (known["step size"], known["direction"]) == (pytest.approx(2.0), pytest.approx(1.5))
+    assert "seed 2: no same length" in split.note
+    assert math.isnan(split.share), "two differences, 3 and 4: the interval has 0 in it"
+    known = report_command.run([str(runs)]), pd.read_csv(runs / "report" / "verdicts.csv").set_index("claim")["ours"]
+    assert known[1]["what the control gains"] == pytest.approx(2.0)
+    assert known[1]["what the method has beyond it"] == pytest.approx(1.5)
+    whole = cells(tmp_path / "whole", GOOD | {("MNIST", "same length"): [0.70, 0.71, 0.72]})
+    (split,) = verdicts.splits(board(whole))
+    assert split.share == pytest.approx(1 / 3)
+    report_command.run([str(whole)])
+    text = (whole / "report" / "report.md").read_text()
+    assert "33 %" in text
+    assert "mean over rounds of elastic/step in the run of elastic" in text
+
+
+def test_a_gain_is_split_in_the_metric_it_is_claimed_in(tmp_path: Path, paper: Callable[..., None]) -> None:
+    paper(controlled({"MNIST": []}, {"better": "elastic", "than": "naive", "metric": "loss"}))
+    runs = cells(tmp_path / "outputs", GOOD | {("MNIST", "same length"): GOOD[NAIVE]})
+    (split,) = verdicts.splits(board(runs))
+    assert (split.metric, split.gain.mean, split.shared.mean) == ("loss", pytest.approx(-0.03), pytest.approx(0))
+
+
+def test_a_control_that_is_more_than_a_rate_has_no_share(tmp_path: Path, paper: Callable[..., None]) -> None:
+    paper(controlled({"MNIST": []}, {"better": "elastic", "than": "naive"}))
+    for column, aggregator in (("naive", "fedavg"), ("elastic", "fednnnn"), ("same length", "momentum")):
+        for seed in range(3):
+            accuracy = {"naive": 0.6, "elastic": 0.7, "same length": 0.69}[column] + 0.01 * seed
+            folder = tmp_path / "outputs" / f"{column}{seed}"
+            run(folder, accuracy, seed=seed, cell=("MNIST", column), choices={"aggregator": aggregator})
+    (split,) = verdicts.splits(board(tmp_path / "outputs"))
+    assert split.shared.mean == pytest.approx(9)
+    assert math.isnan(split.share)
+    assert split.unlike == ("same length also has aggregator=momentum, naive aggregator=fedavg",)
+
+
+def test_claims_on_rows_on_the_best_column_and_on_what_is_larger(tmp_path: Path, paper: Callable[..., None]) -> None:
+    claims: list[dict[str, Any]] = [
+        {"column": "elastic", "row": "b", "than_row": "a"},
+        {"best_of": ["naive", "elastic"], "row": "b", "about": 80, "within": 1},
+        {"larger": "naive", "than": "elastic", "row": "a", "metric": "loss"},
+        {"better": "elastic", "than": "naive", "row": "a", "by": 3},
+        {"better": "elastic", "than": "naive", "row": "a", "by": 1},
+    ]
+    paper({"rows": {"a": [], "b": []}, "claims": claims}, csv=PAPER)
+    values = {("a", "naive"): [0.60], ("a", "elastic"): [0.62], ("b", "naive"): [0.70], ("b", "elastic"): [0.80]}
+    rows, best, larger, by_three, by_one = verdicts.verdicts(board(cells(tmp_path / "outputs", values)))
+    assert (rows.word, rows.ours.mean) == (verdicts.AGREES_ONE, pytest.approx(18))
+    assert (best.word, best.column, best.ours.mean) == (verdicts.AGREES_ONE, "elastic", pytest.approx(80))
+    assert (larger.word, larger.ours.mean) == (verdicts.AGREES_ONE, pytest.approx(0.02))
+    assert (by_three.word, by_one.word) == (verdicts.CONTRADICTS_ONE, verdicts.AGREES_ONE)
+
+
+def test_bounds_on_accuracies_wait_for_the_papers_rounds(tmp_path: Path, paper: Callable[..., None]) -> None:
+    paper({"claims": [{"column": "elastic", "at_least": 90}, {"column": "elastic", "metric": "emd", "at_most": 0.1}]})
+    words = [v.word for v in verdicts.verdicts(board(cells(tmp_path / "outputs", GOOD, scale="short")))]
+    assert words == [verdicts.NOT_YET, verdicts.CONTRADICTS], "the clients are what they are after any round"
+
+
+def test_finished_seeds_count_and_unfinished_ones_wait(tmp_path: Path, paper: Callable[..., None]) -> None:
+    paper()
+    root = cells(tmp_path / "outputs", {NAIVE: [0.70, 0.70], ELASTIC: [0.74, 0.76]})
+    run(root / "n2", [0.1, 0.2, 0.3, 0.7], seed=2, cell=NAIVE)
+    run(root / "e2", [0.0, 0.1], seed=2, cell=ELASTIC, asked=4, status="running")
+    found = verdict(root)
+    assert (found.ours.n, found.ours.mean) == (2, pytest.approx(5))
+    assert "seed 2 is left out: elastic running" in found.note
+    assert board(root).ours(*ELASTIC, "test accuracy").mean == pytest.approx(75)
+
+
+def test_seeds_that_are_all_unfinished_are_read_after_the_same_round(
+    tmp_path: Path, paper: Callable[..., None]
+) -> None:
+    paper()
+    for seed, rounds in ((0, 3), (1, 2)):
+        for column, step in (("naive", 0.1), ("elastic", 0.2)):
+            curve = [step * (r + 1) for r in range(rounds)]
+            run(tmp_path / "o" / f"{column}{seed}", curve, seed=seed, cell=("MNIST", column), asked=4, status="running")
+    found = verdict(tmp_path / "o")
+    assert (found.ours.n, found.ours.mean) == (2, pytest.approx(20)), "after round 2, both"
+    assert board(tmp_path / "o").ours(*ELASTIC, "test accuracy").mean == pytest.approx(40)
+
+
+def test_samples_that_differ_are_not_paired(tmp_path: Path, paper: Callable[..., None]) -> None:
+    """Two splits by the same indices, of other images."""
+    paper()
+    for column, images in (("naive", "one"), ("elastic", "two")):
+        run(tmp_path / "outputs" / column, 0.7, cell=("MNIST", column), fingerprint="x", data=images)
+    assert verdict(tmp_path / "outputs").word == verdicts.INCOMPARABLE
+
+
+def test_differences_of_both_signs_are_no_equality(tmp_path: Path, paper: Callable[..., None]) -> None:
+    paper()
+    found = verdict(cells(tmp_path / "outputs", {NAIVE: [0.70, 0.70], ELASTIC: [0.71, 0.69]}))
+    assert found.word == verdicts.CONTRADICTS_NOISE
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0.1, 0.9)), st.dictionaries(st.integers(0, 9), st.floats(0.1, 0.9)))
@@ -368,7 +458,7 @@ def test_pairs_are_the_seeds_both_have(a: dict[int, float], b: dict[int, float])
         return [Run({**about, "seed": s, "test_accuracy_last": v}, empty, empty) for s, v in values.items()]
 
     filled = Board(PaperTable("x"), "full", "last", {("r", "a"): runs(a), ("r", "b"): runs(b)})
-    pairs = together(filled, "r", ("a", "b"), "test accuracy")
+    pairs = together(filled, [("r", "a"), ("r", "b")], "test accuracy")
     assert pairs.values == {s: (100 * a[s], 100 * b[s]) for s in sorted(a.keys() & b.keys())}
     assert len(pairs.notes) == len(a.keys() ^ b.keys())
 
@@ -407,6 +497,13 @@ def test_what_is_missing_or_unfinished_fails_the_check(
     paper({"claims": [], "tolerance": None})
     code, out = checked(cells(tmp_path / "missing", {NAIVE: [0.7]}), capsys)
     assert (code, "MNIST, elastic: missing" in out) == (1, True)
+    paper({"rows": {"MNIST": [], "EMNIST": []}, "claims": [{"better": "elastic", "than": "naive"}]})
+    code, out = checked(cells(tmp_path / "begun", GOOD), capsys)
+    assert (code, "not run, so not checked: EMNIST" in out) == (0, True)
+    paper({"claims": [{"better": "elastic", "then": "naive"}]})
+    code, out = checked(cells(tmp_path / "mistyped", GOOD), capsys)
+    assert (code, "its file cannot be read" in out) == (1, True)
+    paper({"claims": [], "tolerance": None})
     code, out = checked(cells(tmp_path / "unfinished", GOOD, status="interrupted", asked=9), capsys)
     assert (code, "MNIST, elastic: interrupted (4/9 rounds)" in out) == (1, True)
     code, out = checked(cells(tmp_path / "silent", GOOD), capsys)
@@ -442,7 +539,8 @@ def test_ordinary_runs_are_labelled_by_what_they_differ_in(tmp_path: Path) -> No
 def test_every_kind_of_figure(tmp_path: Path, paper: Callable[..., None]) -> None:
     columns = {
         **{"elastic/boosted_fraction": 0.7, "norm/N_integrated": [1, 2, 3, 4], "time/virtual_s": [2, 4, 6, 8]},
-        **{f"norm/{part}": 1.0 for part in ("N_server_conv", "E_conv", "N_server_linear", "E_linear")},
+        **{f"norm/{part}": 1.0 for part in ("N_server", "E", "N_server_conv", "E_conv", "N_server_linear", "E_linear")},
+        "clients/arrived": 10,
     }
     paper(
         {
@@ -467,10 +565,10 @@ def test_every_kind_of_figure(tmp_path: Path, paper: Callable[..., None]) -> Non
     assert (level.name, level.y, level.style) == ("paper: naive", (61, 61), "paper")
     against = by_kind["against"]
     assert (against.x, against.log, against.panels[0].series[0].x) == ("alpha", "x", (0.5, 100))
-    assert [panel.title for panel in by_kind["norms"].panels][:2] == [
-        "alpha 0.5, conv layers",
-        "alpha 0.5, linear layers",
+    assert [panel.title for panel in by_kind["norms"].panels][:3] == [
+        *("alpha 0.5, all layers", "alpha 0.5, conv layers", "alpha 0.5, linear layers"),
     ]
+    assert by_kind["work"].panels[0].series[0].x == (10, 20, 30, 40), "ten clients in each of four rounds"
     assert by_kind["time"].panels[0].series[0].x[0] == 2
     assert by_kind["emd"].panels[0].series[0].y == (pytest.approx(0.6),) * 2
     assert report_command.run([str(runs)]) == 0
@@ -490,6 +588,18 @@ def test_labels_as_numbers() -> None:
     assert figures.positions(["eta 0.1", "eta 0.1 decayed"]) == {}
 
 
+def test_ordinary_runs_in_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Two sweeps called alike, and a copy of a run, which is no second seed."""
+    for where, accuracy in (("a", 0.5), ("b", 0.9)):
+        for tau in (0.1, 0.5):
+            run(tmp_path / where / "sweep" / f"tau={tau}", accuracy, config={"aggregator": {"tau": tau}})
+    run(tmp_path / "b" / "sweep" / "copy", 0.9, config={"aggregator": {"tau": 0.5}})
+    one, other = report(tmp_path).document.sections
+    assert (one.title, other.title) == ("Runs in a/sweep", "Runs in b/sweep")
+    assert one.charts[0].name != other.charts[0].name
+    assert [row[-3].text for row in other.sheets[0].rows] == ["0", "0"]
+
+
 # Formats
 
 NASTY = r"50% of $x$ & <b>a_b</b> #1 {y} ~ ^ \ | `q` ü 数 [red]"
@@ -498,7 +608,8 @@ NASTY = r"50% of $x$ & <b>a_b</b> #1 {y} ~ ^ \ | `q` ü 数 [red]"
 def test_latex_is_escaped() -> None:
     assert escaped("50% & a_b") == r"50\% \& a\_b"
     assert escaped("τ ± ü 数") == r"$\tau$ $\pm$ u ?"
-    bare = re.sub(r"\\textbackslash\{\}|\\text\w+\{\}|\\[&%$#_{}]", "", escaped(NASTY))
+    assert escaped("[100]") == "{[}100{]}", "after \\midrule it would be its width"
+    bare = re.sub(r"\\textbackslash\{\}|\\text\w+\{\}|\\[&%$#_{}]|\{\[\}|\{\]\}", "", escaped(NASTY))
     assert not set(bare) & set("&%$#_{}~^\\<>|`")
     assert bare.isascii()
 
@@ -531,6 +642,7 @@ def test_the_page_needs_nothing_else_and_labels_are_text(tmp_path: Path, paper: 
     assert loads.tags.count("script") == 3, "one chart, plotly.js once, our own"
     assert "link" not in loads.tags
     assert "default-src 'none'" in page
+    assert "showSendToCloud: false" in page
     styles = page[: page.index("</style>")]
     assert "url(" not in styles
     assert "@import" not in styles

@@ -16,7 +16,7 @@ from fedsim.check import InputError
 def test_frames_of_runs_of_every_status(tmp_path: Path) -> None:
     for status in ("finished", "running", "interrupted", "diverged", "failed"):
         run(tmp_path / "outputs" / status, 0.8, status=status, seed=3, config={"aggregator": {"tau": 0.5}})
-    preview = run(tmp_path / "outputs" / "preview", 0.1, status="preview")
+    preview = run(tmp_path / "outputs" / "preview", [], status="preview")
     (preview / "metrics.csv").unlink()
     results = fedsim.load(tmp_path)
     assert sorted(results.runs["status"]) == ["diverged", "failed", "finished", "interrupted", "preview", "running"]
@@ -61,12 +61,12 @@ def test_missing_files_are_no_damage(tmp_path: Path) -> None:
     bare = run(tmp_path / "bare", 0.8, config={"aggregator": {"tau": 0.1}})
     for name in ("summary.json", "clients.csv", "config.yaml"):
         (bare / name).unlink()
-    only_summary = run(tmp_path / "summary", 0.8)
+    only_summary = run(tmp_path / "summary", [], status="running")
     (only_summary / "metrics.csv").unlink()
     runs = fedsim.load(tmp_path).runs.set_index("run")
     assert runs.loc[str(bare), "status"] == "unknown"
     assert runs.loc[str(bare), "test_accuracy_last"] == pytest.approx(0.8)
-    assert runs.loc[str(only_summary), "rounds"] == 4
+    assert runs.loc[str(only_summary), "rounds"] == 0
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,12 @@ def test_missing_files_are_no_damage(tmp_path: Path) -> None:
         ("summary.json", "[1]"),
         ("summary.json", '{"seed": "one"}'),
         ("summary.json", '{"table": {"experiment": "x"}}'),
+        ("summary.json", '{"table": null}'),
+        ("summary.json", '{"choices": null}'),
+        ("summary.json", '{"status": null}'),
+        ("config.yaml", "rounds: many"),
+        ("metrics.csv", ""),
+        ("metrics.csv", "round,test/accuracy\n"),
         ("config.yaml", "a: [1"),
         ("metrics.csv", "round,test/accuracy\n1,0.5\n2,0.6,0.7,0.8\n"),
         ("metrics.csv", "round,test/accuracy\n1,half\n"),

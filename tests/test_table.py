@@ -96,7 +96,7 @@ def test_scale_short_shrinks_rounds_and_nothing_of_the_method() -> None:
     assert len(full) == len(short)
     share = table.specification("elastic/table3")["short"]["rounds"]
     for a, b in zip(full, short, strict=True):
-        one, other = (table.resolved(c, {"elastic/mean_zeta": 1.3}) for c in (a, b))
+        one, other = (table.resolved(c, {"elastic/mean_zeta": 1.3, "elastic/step": 1.1}) for c in (a, b))
         assert other["rounds"] == max(2, round(share * one["rounds"]))
         changed = {key for key in one if one[key] != other[key]}
         assert changed <= {"rounds", "schedule", "eval"}, "the cosine ends with the rounds there are"
@@ -114,11 +114,11 @@ def test_what_is_typed_wins_over_row_column_and_scale() -> None:
     assert smoke.config.engine._target_.endswith("Vmap")
 
 
-@pytest.mark.parametrize("seeds", [[0], [5, 3], [0, 1, 2, 99]])
+@pytest.mark.parametrize("seeds", [[0], [5, 3], [0, 1, 2, 99], [0, 0]])
 def test_seeds_are_an_axis(seeds: list[int]) -> None:
     found = cells("felbab/fig1", f"seed={','.join(map(str, seeds))}")
     assert {c.seed for c in found} == set(seeds)
-    assert len(found) == 16 * len(seeds)
+    assert len(found) == 16 * len(set(seeds))
     assert all(c.config.seed == c.seed for c in found)
     assert len({c.folder for c in found}) == len(found)
 
@@ -145,7 +145,7 @@ def test_a_table_goes_on_where_it_stopped(fedsim: Command, tmp_path: Path) -> No
     assert again.stdout.count("finished earlier") == 2
     assert all(path.read_bytes() == before for path, before in first.items())
     found = summaries(folder)
-    assert len(found) == 6
+    assert len(found) == 8
     for seed in (0, 1):
         zeta = metrics(folder / f"column=elastic,row=MNIST,seed={seed}")["elastic/mean_zeta"].astype(float).mean()
         control = yaml.safe_load((folder / f"column=mean-zeta,row=MNIST,seed={seed}/config.yaml").read_text())
@@ -155,16 +155,17 @@ def test_a_table_goes_on_where_it_stopped(fedsim: Command, tmp_path: Path) -> No
 
 def test_an_interrupted_table_ends_as_an_undisturbed_one(fedsim: Command, tmp_path: Path) -> None:
     args = [*MNIST, "scale=smoke", "rounds=60", "column=naive,elastic", "checkpoint.every=1"]
+    folder = tmp_path / "outputs/experiment=elastic-table3,rounds=60,scale=smoke"
     process = subprocess.Popen(
         [sys.executable, "-m", "fedsim", *args], cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL
     )
-    second = tmp_path / FOLDER / "column=elastic,row=MNIST,seed=0" / "metrics.csv"
+    second = folder / "column=elastic,row=MNIST,seed=0" / "metrics.csv"
     deadline = time.monotonic() + 120
     while (not second.exists() or len(second.read_text().splitlines()) < 4) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    rounds = summaries(tmp_path / FOLDER)[second.parent.name]["rounds"]
+    rounds = summaries(folder)[second.parent.name]["rounds"]
     assert 0 < rounds < 60
     assert fedsim(*args).returncode == 0
     other = tmp_path / "other"
@@ -172,6 +173,16 @@ def test_an_interrupted_table_ends_as_an_undisturbed_one(fedsim: Command, tmp_pa
     assert fedsim(*args, cwd=other).returncode == 0
     undisturbed = metrics(other / second.parent.relative_to(tmp_path))
     assert metrics(second.parent).equals(undisturbed)
+
+
+def test_other_rounds_are_another_table(fedsim: Command, tmp_path: Path) -> None:
+    """A paper's finished cell must not be made another by `rounds`."""
+    assert fedsim(*MNIST, "scale=smoke", "column=naive").returncode == 0
+    before = (tmp_path / FOLDER / "column=naive,row=MNIST,seed=0" / "summary.json").read_bytes()
+    assert fedsim(*MNIST, "scale=smoke", "column=naive", "rounds=3").returncode == 0
+    assert (tmp_path / FOLDER / "column=naive,row=MNIST,seed=0" / "summary.json").read_bytes() == before
+    (other,) = summaries(tmp_path / "outputs/experiment=elastic-table3,rounds=3,scale=smoke").values()
+    assert (other["rounds"], other["table"]["scale"]) == (3, "smoke, rounds=3")
 
 
 def test_a_changed_setting_is_refused_with_the_difference(fedsim: Command, tmp_path: Path) -> None:
@@ -188,8 +199,10 @@ def test_a_changed_setting_is_refused_with_the_difference(fedsim: Command, tmp_p
 
 def test_a_control_without_its_partner_says_what_to_run(fedsim: Command, tmp_path: Path) -> None:
     line = refused(fedsim(*MNIST, "scale=smoke", "column=mean zeta"))
-    assert "takes elastic/mean_zeta from column elastic" in line
-    assert "missing; run that one first" in line
+    assert line.startswith(
+        "fedsim: error: MNIST, mean zeta, seed 0 (smoke): takes elastic/mean_zeta from column elastic"
+    )
+    assert line.endswith("is missing; run that one first")
     assert not list(tmp_path.glob("outputs/*/*/metrics.csv"))
 
 
@@ -198,9 +211,9 @@ def test_a_dry_run_lists_every_cell_and_writes_none(fedsim: Command, tmp_path: P
     result = fedsim(*MNIST, "scale=smoke", "seed=0,1", "--dry-run")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if "MNIST" in line]
-    assert len(lines) == 6
+    assert len(lines) == 8
     assert sum("finished" in line for line in lines) == 1
-    assert sum(" new " in line for line in lines) == 5
+    assert sum(" new " in line for line in lines) == 7
     assert "GiB of memory" in result.stdout
     assert len(list((tmp_path / FOLDER).iterdir())) == 1, "the run that was made before"
 
@@ -248,7 +261,7 @@ def test_seed_by_seed_and_a_control_after_its_partner() -> None:
     assert [c.seed for c in found] == sorted((c.seed for c in found), key=[3, 1].index)
     for seed in (1, 3):
         columns = [c.column for c in found if (c.seed, c.row) == (seed, "MNIST")]
-        assert columns == ["naive", "elastic", "mean zeta"]
+        assert columns == ["naive", "elastic", "mean zeta", "same length"]
 
 
 def test_two_labels_must_not_share_a_folder() -> None:

@@ -20,6 +20,7 @@ from fedsim import check
 from fedsim.aggregator.fedavg import FedAvg
 from fedsim.cohort import Cohort
 from fedsim.task import Mode, Task
+from fedsim.trees import length
 from fedsim.types import Direction, Model, Probe, State, Tree
 
 
@@ -65,13 +66,16 @@ class Elastic(FedAvg):
         return self.scaled(cohort.delta, self.zeta(cast(Tree, cohort.measured)))
 
     def scaled(self, delta: Tree, zeta: Tree) -> Direction:
-        """zeta * delta, and how much of it is boosted."""
+        """zeta * delta, how much of it is boosted, and how much longer it is than delta."""
         count = sum(z.numel() for z in zeta.values())
+        direction = {n: z * delta[n] for n, z in zeta.items()}
+        before, after = length({n: delta[n] for n in zeta}), length(direction)
         return Direction(
-            {n: z * delta[n] for n, z in zeta.items()},
+            direction,
             metrics={
                 "elastic/boosted_fraction": torch.stack([(z > 1).sum() for z in zeta.values()]).sum() / count,
                 "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / count,
+                "elastic/step": torch.where(before > 0, after / before, torch.ones_like(before)),
             },
             layers={"boosted_fraction": torch.stack([(z > 1).float().mean() for z in zeta.values()])},
         )

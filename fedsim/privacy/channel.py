@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedsim import check, rng
 from fedsim.privacy.secure_sum import SecureSum
+from fedsim.trees import length
 from fedsim.types import Tree, Work
 
 
@@ -153,7 +154,7 @@ class Protected(Summation):
         return self._privacy.clip if name in ("delta", "length") else self._privacy.clip_extra
 
     def _clip(self, name: str, part: Part) -> Part:
-        norm = torch.stack([t.square().sum() for t in part.tree.values()]).sum().sqrt()
+        norm = length(part.tree)
         factor = (self._bound(name) / norm.clamp_min(torch.finfo(torch.float32).tiny)).clamp_max(1.0)
         if name == "delta":
             self._clipped.append((factor < 1).float())

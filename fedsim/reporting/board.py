@@ -25,6 +25,11 @@ class Board:
         return list(dict.fromkeys([*self.table.rows, *(row for row, _ in self.cells)]))
 
     @property
+    def begun(self) -> list[str]:
+        """Rows of which there is a run."""
+        return [row for row in self.rows if any(self.runs(row, column) for column in self.columns)]
+
+    @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys([*self.table.columns, *(column for _, column in self.cells)]))
 
@@ -42,6 +47,11 @@ class Board:
         return self.scale.startswith("smoke")
 
     @property
+    def full(self) -> bool:
+        """Whether it is the paper's own setting."""
+        return self.scale == "full"
+
+    @property
     def metric(self) -> str:
         """The one that claims are about."""
         return self.table.metrics[0]
@@ -49,10 +59,16 @@ class Board:
     def runs(self, row: str, column: str) -> Sequence[Run]:
         return self.cells.get((row, column), ())
 
+    def values(self, row: str, column: str, metric: str, pick: str | None = None) -> list[float]:
+        """Of the seeds that are finished; where none is, of all, after the last round that all have."""
+        runs = self.runs(row, column)
+        finished = [run for run in runs if complete(run)]
+        upto = None if finished else min((run.rounds for run in runs), default=None)
+        values = (run.value(metric, pick or self.pick, upto) for run in finished or runs)
+        return [value for value in values if math.isfinite(value)]
+
     def ours(self, row: str, column: str, metric: str, pick: str | None = None) -> Estimate:
-        """Over the seeds that have a value."""
-        values = [run.value(metric, pick or self.pick) for run in self.runs(row, column)]
-        return estimate([value for value in values if not math.isnan(value)])
+        return estimate(self.values(row, column, metric, pick))
 
     def state(self, row: str, column: str) -> str:
         """What is wrong with a cell: missing, unfinished, diverged ...; empty: nothing."""
@@ -62,42 +78,55 @@ class Board:
         return rounds(self.runs(row, column))
 
 
+Place = tuple[str, str]
+"""A cell's row and column."""
+
+
 @dataclass(frozen=True)
 class Together:
-    """The values of several columns in one row, seed by seed, and why seeds are not among them."""
+    """The values of several cells, seed by seed, and why seeds are not among them."""
 
     values: Mapping[int, tuple[float, ...]]
     notes: tuple[str, ...]
     otherwise_split: bool
-    """The columns' settings divide the data otherwise: nothing to pair, on purpose."""
+    """The cells' settings divide the data otherwise: nothing to pair, on purpose."""
 
 
-def together(board: Board, row: str, columns: Sequence[str], metric: str) -> Together:
-    """Seeds that all columns have, on the same partition. If one is not finished, all are read off where it stands."""
-    by_column = [{run.seed: run for run in board.runs(row, column)} for column in columns]
-    seeds = sorted({s for runs in by_column for s in runs if s is not None})
-    values, notes, design = {}, [], False
-    for seed in seeds:
-        absent = [column for column, runs in zip(columns, by_column, strict=True) if seed not in runs]
+def together(board: Board, places: Sequence[Place], metric: str) -> Together:
+    """Seeds that all cells have finished, on the same data and partition. Where no seed is finished, all are read off
+    after the last round that all have."""
+    names = [column if len({r for r, _ in places}) == 1 else f"{row}, {column}" for row, column in places]
+    by_place = [{run.seed: run for run in board.runs(*place)} for place in places]
+    notes, design = [], False
+    found: dict[int, list[Run]] = {}
+    for seed in sorted({s for runs in by_place for s in runs if s is not None}):
+        absent = [name for name, runs in zip(names, by_place, strict=True) if seed not in runs]
         if absent:
             notes.append(f"seed {seed}: no {', '.join(absent)}")
             continue
-        runs = [by_seed[seed] for by_seed in by_column]
-        prints = {run.about.get("partition_fingerprint") for run in runs}
-        if len(prints) > 1 or None in prints:
-            design = design or any(run.split != runs[0].split for run in runs)
-            notes.append(f"seed {seed}: not the same partition ({', '.join(sorted(map(str, prints)))}), so not paired")
+        runs = [by_seed[seed] for by_seed in by_place]
+        if len({run.data for run in runs}) == 1 and runs[0].data is not None:
+            found[seed] = runs
             continue
-        upto = None if all(complete(run) for run in runs) else min(run.rounds for run in runs)
-        if upto is not None and len({run.asked for run in runs}) > 1:
+        design = design or any(run.split != runs[0].split for run in runs)
+        prints = ", ".join(sorted({str(run.about.get("partition_fingerprint")) for run in runs}))
+        notes.append(f"seed {seed}: not the same partition ({prints}), so not paired")
+    values = {}
+    finished = {seed: runs for seed, runs in found.items() if all(complete(run) for run in runs)}
+    upto = None if finished else min((run.rounds for runs in found.values() for run in runs), default=None)
+    for seed, runs in found.items():
+        status = ", ".join(f"{n} {r.status}" for n, r in zip(names, runs, strict=True) if not complete(r))
+        if finished and seed not in finished:
+            notes.append(f"seed {seed} is left out: {status}")
+            continue
+        if len({run.asked for run in runs}) > 1 and not finished:
             notes.append(f"seed {seed}: not all are finished, and they go for different numbers of rounds")
             continue
         row_values = tuple(run.value(metric, board.pick, upto) for run in runs)
-        unknown = [(c, r) for c, r, v in zip(columns, runs, row_values, strict=True) if not math.isfinite(v)]
-        if unknown:
-            notes += [f"seed {seed}: {column} is {run.status} and has no value" for column, run in unknown]
+        if not all(map(math.isfinite, row_values)):
+            notes.append(f"seed {seed}: no value ({status})")
             continue
-        if upto is not None:
+        if not finished:
             notes.append(f"seed {seed}: after round {upto}, the last that all have")
         values[seed] = row_values
     return Together(values, tuple(notes), design)

@@ -14,6 +14,11 @@ def check(boards: Sequence[Board]) -> tuple[bool, list[str]]:
     silent = [board for board in boards if not board.smoke and not states_something(board)]
     lines = [f"check: {board.name}: not checked (smoke runs show only that it runs)" for board in smoke]
     lines += [f"check: {board.name}: nothing is stated of it at this scale but its cells" for board in silent]
+    lines += [
+        f"check: {board.name}: not run, so not checked: {', '.join(absent)}"
+        for board in boards
+        if (absent := [row for row in board.rows if row not in board.begun]) and not board.smoke
+    ]
     failed = [f"check: {board.name}: {why}" for board in boards for why in failures(board)]
     looked_at = len(boards) - len(smoke) - len(silent)
     end = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedsim.reporting.charts import Chart, Panel, Series
 
@@ -60,6 +60,8 @@ def _panel(axes: Axes, chart: Chart, panel: Panel) -> None:
         if series.low:
             axes.fill_between(series.x, series.low, series.high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xlabel(chart.x)
+    if chart.x == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel(chart.y)
     axes.grid(alpha=0.3)
     if chart.ticks:

@@ -51,32 +51,44 @@ def _over_rounds(board: Board, kind: str, title: str, column: str, y: str, facto
 
 
 def _norms(board: Board, kind: str) -> Chart | None:
-    """The server's move N and the clients' mean move E; convolutional and linear layers apart."""
+    """The server's move N and the clients' mean move E; of all layers, of the convolutional and the linear ones."""
     panels = []
     for row in board.rows:
-        for part in ("conv", "linear"):
-            server = _lines(board, row, f"norm/N_server_{part}", 1, " N")
-            clients = _lines(board, row, f"norm/E_{part}", 1, " E", "second")
-            panels.append(Panel(f"{row}, {part} layers", (*server, *clients)))
-    chart = _chart(board, kind, "N of the server and E of the clients", "round", "norm of the update", panels)
-    return chart and replace(chart, across=2)
+        for part, name in (("", "all"), ("_conv", "conv"), ("_linear", "linear")):
+            server = _lines(board, row, f"norm/N_server{part}", 1, " N")
+            clients = _lines(board, row, f"norm/E{part}", 1, " E", "second")
+            panels.append(Panel(f"{row}, {name} layers", (*server, *clients)))
+    return _chart(board, kind, "N of the server and E of the clients", "round", "norm of the update", panels)
 
 
 def _time(board: Board, kind: str) -> Chart | None:
-    """Seeds have clocks of their own: each is read off at the same moments."""
+    return _over(board, kind, "time", "virtual seconds", lambda run: _known(run, "time/virtual_s", "test/accuracy"))
+
+
+def _work(board: Board, kind: str) -> Chart | None:
+    """Methods whose rounds are not the same work: an asynchronous one has a single client's update in each."""
+
+    def curve(run: Run) -> pd.DataFrame:
+        done = run.metrics.reindex(columns=["clients/arrived"])["clients/arrived"].cumsum()
+        return _known(replace(run, metrics=run.metrics.assign(done=done)), "done", "test/accuracy")
+
+    return _over(board, kind, "work", "clients' updates", curve)
+
+
+def _over(board: Board, kind: str, what: str, label: str, curve: Callable[[Run], pd.DataFrame]) -> Chart | None:
+    """Accuracy against a clock. Seeds have clocks of their own: each is read off at the same moments."""
     panels = []
     for row in board.rows:
         lines = []
         for colour, column in enumerate(board.columns):
-            known = [_known(run, "time/virtual_s", "test/accuracy") for run in board.runs(row, column)]
-            curves = [k.to_numpy().T for k in known if len(k)]
+            curves = [known.to_numpy().T for run in board.runs(row, column) if len(known := curve(run))]
             if curves:
                 start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
                 moments = np.linspace(start, max(start, end), min(POINTS, max(len(x) for x, _ in curves)))
                 values = pd.DataFrame([np.interp(moments, x, 100 * y) for x, y in curves], columns=moments)
                 lines.append(_band(column, values.melt(var_name="x", value_name="y"), colour))
         panels.append(Panel(row, tuple(lines)))
-    return _chart(board, kind, "accuracy against time", "virtual seconds", "test accuracy, %", panels)
+    return _chart(board, kind, f"accuracy against {what}", label, "test accuracy, %", panels)
 
 
 def _against(board: Board, kind: str) -> Chart | None:
@@ -125,7 +137,8 @@ def _by_label(board: Board, kind: str, metric: str, along: str = "") -> Chart | 
                 lines.append(Series(label, ends, (ours.mean,) * 2, colour=len(others) + i, style="second"))
     unit = UNITS.get(metric, "")
     y = f"{metric}, {unit}" if unit else metric
-    chart = _chart(board, kind, metric, axis(places, along), y, [Panel("", tuple(lines))], ticks)
+    name = board.table.axis or axis(places, along)
+    chart = _chart(board, kind, metric, name, y, [Panel("", tuple(lines))], ticks)
     xs = [x for x in places.values() if x > 0]
     wide = not ticks and len(xs) == len(places) and max(xs) / min(xs) > 30
     return chart and replace(chart, log="x" if wide else "")
@@ -153,6 +166,7 @@ KINDS: Mapping[str, Callable[[Board, str], Chart | None]] = {
     "integrated": _integrated,
     "grid": _grid,
     "time": _time,
+    "work": _work,
     "loss": _loss,
     "emd": _emd,
 }

@@ -19,6 +19,7 @@ LINES = 33
 SPECIAL = {
     **{"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{c: "\\" + c for c in "&%$#_"},
+    **{"[": "{[}", "]": "{]}"},  # after \\midrule or \\\\ they would be its argument
     **{
         "<": r"\textless{}",
         ">": r"\textgreater{}",

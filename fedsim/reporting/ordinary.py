@@ -1,5 +1,6 @@
 """Runs and sweeps that belong to no paper's table: what they differ in, and what they gave."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -16,7 +17,10 @@ from fedsim.reporting.statistics import estimate
 MOST_LINES = 12
 """Of a figure; more cannot be told apart."""
 
-OWN = ("run", "status", "rounds", "seed", "id", "name", "device", "partition_fingerprint", "wall_time_s", "comm_bytes")
+OWN = (
+    *("run", "status", "rounds", "seed", "id", "name", "device", "wall_time_s", "comm_bytes"),
+    *("partition_fingerprint", "data_fingerprint"),
+)
 """What runs with the same settings differ in."""
 
 
@@ -25,10 +29,32 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     found: dict[Path, list[Run]] = {}
     for run in runs:
         found.setdefault(Path(run.about["run"]).parent, []).append(run)
-    return [_section(folder, beside) for folder, beside in found.items()]
+    return [_section(name, _once(found[folder])) for folder, name in names(list(found)).items()]
 
 
-def _section(folder: Path, runs: Sequence[Run]) -> Section:
+def names(folders: Sequence[Path]) -> dict[Path, str]:
+    """As much of each path as tells it from the others."""
+    whole = {folder: folder.resolve() for folder in folders}
+    result = {}
+    for folder, path in whole.items():
+        others = [p for f, p in whole.items() if f != folder]
+        depth = next((d for d in range(1, len(path.parts)) if all(p.parts[-d:] != path.parts[-d:] for p in others)), 0)
+        result[folder] = "/".join(path.parts[-depth:]) or str(path)
+    return result
+
+
+def _once(runs: Sequence[Run]) -> list[Run]:
+    """A copy of a run is no second seed; the one that got further counts."""
+    best: dict[Any, Run] = {}
+    for run in runs:
+        settings = {k: _shown(v) for k, v in run.about.items() if _setting(k)}
+        key = json.dumps([run.seed, settings], sort_keys=True)
+        if key not in best or run.rounds > best[key].rounds:
+            best[key] = run
+    return list(best.values())
+
+
+def _section(name: str, runs: Sequence[Run]) -> Section:
     keys = differing(runs)
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
@@ -44,14 +70,15 @@ def _section(folder: Path, runs: Sequence[Run]) -> Section:
     picked = (f"accuracy, {pick.replace('_', ' ')}" for pick in PICKS)
     header = (*(keys or ["run"]), *picked, "personal", "loss", "seeds", "rounds", "state")
     note = "Accuracies in %; mean ± standard deviation over seeds. Rows are the settings in which the runs differ."
-    lines = [f"{len(runs)} runs below {folder.name or folder}; they belong to no paper's table, so nothing is judged."]
+    number = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    lines = [f"{number} below {name}; no paper's table has them, so nothing is judged."]
     shown_groups = {", ".join(labels): pooled for labels, pooled in list(groups.items())[:MOST_LINES]}
     if len(groups) > MOST_LINES:
         lines.append(f"The figure has the first {MOST_LINES} of {len(groups)}.")
-    name = slug(f"runs_{folder.name or 'here'}")[:80]
-    chart = run_curves(name, folder.name or "runs", shown_groups)
+    file = f"{slug(f'runs_{name}')[:80]}_{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    chart = run_curves(file, name, shown_groups)
     charts = (chart,) if chart.panels[0].series else ()
-    return Section(f"Runs in {folder.name or folder}", tuple(lines), (sheet("Runs", header, rows, note),), charts)
+    return Section(f"Runs in {name}", tuple(lines), (sheet("Runs", header, rows, note),), charts)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -11,7 +11,8 @@ function draw(figure) {
   for (const [key, axis] of Object.entries(chart.layout)) {
     if (/^[xy]axis/.test(key)) Object.assign(axis, { gridcolor: line, zerolinecolor: line, linecolor: line });
   }
-  Plotly.newPlot(figure.querySelector("div"), chart.data, chart.layout, { responsive: true, displaylogo: false });
+  const config = { responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "" };
+  Plotly.newPlot(figure.querySelector("div"), chart.data, chart.layout, config);
 }
 
 const figures = document.querySelectorAll("figure");

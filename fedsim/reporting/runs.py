@@ -48,6 +48,12 @@ class Run:
         return int(self.about["rounds_asked"])
 
     @property
+    def data(self) -> tuple[Any, Any] | None:
+        """Fingerprints of the samples and of who holds which; None where they are not known."""
+        split = self.about.get("partition_fingerprint")
+        return (self.about.get("data_fingerprint"), split) if split else None
+
+    @property
     def split(self) -> dict[str, Any]:
         """The values that decide who holds what."""
         return {k: v for k, v in self.about.items() if k.partition(".")[0] in SPLIT and not k.endswith("_dir")}

@@ -1,8 +1,9 @@
-"""What the report says of each table: the paper's shape filled with ours, verdicts, step size against direction."""
+"""What the report says of each table: the paper's shape filled with ours, verdicts, and how much a rate explains."""
 
 import math
 from collections.abc import Sequence
 
+from fedsim.metrics import METRICS
 from fedsim.reporting.board import Board
 from fedsim.reporting.document import BAD, FAINT, GOOD, WEAK, Cell, Section, Sheet, sheet
 from fedsim.reporting.figures import charts
@@ -12,6 +13,7 @@ from fedsim.reporting.verdicts import (
     AGREES,
     CONTRADICTS,
     NOT_CLAIMED,
+    NOT_YET,
     Split,
     Verdict,
     failures,
@@ -39,7 +41,7 @@ def section(board: Board) -> Section:
         sheets.append(_splits(board, parts))
     lines = [
         f"`fedsim experiment={board.table.experiment}{_typed(board.scale)}`",
-        SCALES.get(board.scale, f"scale={board.scale}: not the paper's setting; its values are not expected."),
+        *_scale(board.scale),
         *_seeds(board),
         *board.table.remarks,
         *board.table.notes,
@@ -54,6 +56,7 @@ def overview(boards: Sequence[Board]) -> Sheet:
     for board in boards:
         states = [board.state(row, column) for row in board.rows for column in board.columns]
         found = verdicts(board)
+        found = [verdict for verdict in found if verdict.word not in (NOT_CLAIMED, NOT_YET)]
         passed = sum(verdict.passes for verdict in found)
         wrong = list(failures(board))
         cells = f"{states.count('')} of {len(states)}"
@@ -136,7 +139,7 @@ def _verdicts(board: Board, found: Sequence[Verdict]) -> Sheet:
 
 
 def tone(verdict: Verdict) -> str:
-    if verdict.word == NOT_CLAIMED:
+    if verdict.word in (NOT_CLAIMED, NOT_YET):
         return FAINT
     if verdict.passes:
         return GOOD if verdict.word == AGREES else WEAK
@@ -146,26 +149,24 @@ def tone(verdict: Verdict) -> str:
 def _splits(board: Board, parts: Sequence[Split]) -> Sheet:
     rows: list[list[str | Cell]] = []
     for part in parts:
-        share = "-"
-        if part.gain.n and abs(part.gain.mean) > 1e-9:
-            share = f"{100 * part.step.mean / part.gain.mean:.0f} %"
-        estimates = (part.gain, part.step, part.direction)
+        share = "-" if math.isnan(part.share) else f"{100 * part.share:.0f} %"
         numbers = [
-            "\n".join([shown(e.mean, board.metric, signed=True), *([_range(e, board.metric)] if e.n > 1 else [])])
-            for e in estimates
+            "\n".join([shown(e.mean, part.metric, signed=True), *([_range(e, part.metric)] if e.n > 1 else [])])
+            for e in (part.gain, part.shared, part.own)
         ]
-        rows.append([part.row, f"{part.method} over {part.plain}", *numbers, share, str(part.gain.n), part.note])
-    controls = ", ".join(f"{part.control} is the control of {part.method}" for part in _first_rows(parts))
+        gain = f"{part.method} over {part.plain}" + ("" if part.metric == board.metric else f", {part.metric}")
+        rows.append([part.row, gain, part.control, *numbers, share, str(part.gain.n), part.note])
+    lines = [
+        f"{control}: the plain method, its server rate set to the mean over rounds of {source} in the run of "
+        f"{board.table.controls[control]} ({METRICS.get(source, 'as logged')})."
+        for control, source in board.table.sources.items()
+    ]
     note = (
-        f"{controls}. Step size = control minus plain, direction = method minus control; paired by seed, below "
-        "each its 95 % interval. The share can pass 100 % where the control is the better of the two."
+        "Paired by seed, below each number its 95 % interval. The share is given where the gain is surely not 0, and "
+        "can pass 100 % where the control is the better of the two. " + " ".join(lines)
     )
-    header = ("row", "gain", "whole", "of it step size", "of it direction", "step size / whole", "seeds", "note")
-    return sheet(f"Step size or direction? scale={board.scale}", header, rows, note)
-
-
-def _first_rows(parts: Sequence[Split]) -> list[Split]:
-    return list({(part.control, part.method): part for part in reversed(parts)}.values())[::-1]
+    header = ("row", "gain", "control", "whole", "control - plain", "method - control", "share", "seeds", "note")
+    return sheet(f"Is it the rate? scale={board.scale}", header, rows, note)
 
 
 def _details(board: Board) -> Sheet:
@@ -219,6 +220,13 @@ def _p(p: float) -> str:
 
 def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _scale(scale: str) -> list[str]:
+    """What a scale means, and that a typed change makes it another setting."""
+    name, _, changes = scale.partition(", ")
+    other = [f"Changed: {changes}: not the paper's setting, its values are not expected."] if changes else []
+    return [SCALES.get(name, f"scale={name}"), *other]
 
 
 def _typed(scale: str) -> str:

@@ -68,15 +68,16 @@ def _verdicts(board: Board) -> list[list[object]]:
     lines = [
         [
             *(*about, v.row, v.column, v.than, v.claim, v.metric, board.pick, v.paper),
-            *(v.ours.mean, v.ours.low, v.ours.high, v.ours.p, v.ours.n, v.word, v.passes, v.note),
+            *(v.ours.mean, v.ours.low, v.ours.high, v.ours.p if v.than else math.nan, v.ours.n),
+            *(v.word, v.passes, v.note),
         ]
         for v in verdicts(board)
     ]
     for part in splits(board):
         for what, column, than, ours in (
-            ("step size", part.control, part.plain, part.step),
-            ("direction", part.method, part.control, part.direction),
+            ("what the control gains", part.control, part.plain, part.shared),
+            ("what the method has beyond it", part.method, part.control, part.own),
         ):
             numbers = [math.nan, ours.mean, ours.low, ours.high, ours.p, ours.n]
-            lines.append([*about, part.row, column, than, what, board.metric, board.pick, *numbers, "", "", part.note])
+            lines.append([*about, part.row, column, than, what, part.metric, board.pick, *numbers, "", "", part.note])
     return lines
