@@ -53,19 +53,25 @@ def measure(probe: Probe, task: Task, model: Model, batches: Iterable[Tensor]) -
     found, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
     for x in batches:
         found, count = probe.step(task, model, found, x, None), count + 1
-    return probe.end(found, max(count, 1))
+    return found if probe.end is None else probe.end(found, max(count, 1))
 
 
 def measure_compiled(work: Work, client: int, program: Program) -> Tree:
-    """The same; a short last batch goes uncompiled."""
+    """The same, with batches filled up to one of few widths; where samples of a batch see each other (batch norm by the
+    batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
     params, count = program.laid_out(work.model.params), 0
     found = {n: torch.zeros_like(p) for n, p in params.items()}
+    mixes = work.probe.mixes and work.task.mixes
     for x in work.data.stored_sensitivity_batches(client, program.probe_size):
-        given, usual = {"batches": [(x.unsqueeze(0),)]}, len(x) == program.probe_size
-        found = program.probing(found, (params, work.model.buffers), [given], compiled=usual)
+        width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
+        there = torch.arange(width, device=x.device) < len(x)
+        x = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
+        moment = {"batches": [(x,)], "there": there}
+        given = mapped(lambda t: t.unsqueeze(0), moment)
+        found = program.probing(found, (params, work.model.buffers), [given], compiled=width in program.probe_widths)
         count += 1
-    return work.probe.end(found, max(count, 1))
+    return found if work.probe.end is None else work.probe.end(found, max(count, 1))
 
 
 def personal(work: Work, client: int) -> Model:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -203,9 +204,13 @@ class Program:
         if self.probe is not None:
             self.probe_size = self.probe.batch_size or batch_size
             """Samples of a batch; None: all there are."""
+            held = np.maximum(data.split.held, 1)
+            usual = sorted({int(np.median(held)), int(held.max())})
+            self.probe_widths = sorted({min(n, self.probe_size or n) for n in usual})
+            """What batches are filled up to, with rows that count nowhere; the last holds any."""
             mixes = self.probe.mixes and self.task.mixes
             masked = stacked and compile and not mixes and self.probe_size is not None
-            unroll = unrolled(masked, int(data.split.held.max()), self.probe_size)
+            unroll = unrolled(masked, int(held.max()), self.probe_widths[-1])
             dims = (None, None if masked else 0)  # batch norm changes its copy of the buffers
             self.probing = Loop(self._measure, stacked, dims, masked, compile, forms, unroll)
 

@@ -88,6 +88,10 @@ class Experiment:
         steps: list[int] = (self.client.epochs * batches).tolist()
         return steps
 
+    def foreseen(self, round: int) -> Sequence[int] | None:
+        """Who will train in a round, where that is known before it comes."""
+        return self.participation.foreseen(self.seed, round, self.data.num_clients) if round < self.rounds else None
+
 
 @dataclass(frozen=True)
 class Broadcast:
@@ -237,6 +241,7 @@ def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
         privacy=exp.privacy,
         sampled=turn.sampled,
         staleness=state.round - turn.version,
+        foreseen=exp.foreseen,
     )
 
 

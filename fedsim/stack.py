@@ -8,6 +8,7 @@ see each other (batch norm): then clients with batches of the same size go toget
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -45,11 +46,25 @@ class Trained:
     kept: State
 
 
-def train(work: Work, clients: Sequence[int], program: Program, size: int) -> Trained:
+@dataclass(frozen=True)
+class Ready:
+    """A stack's samples for all of its steps, gathered beforehand."""
+
+    moments: Moments
+    sizes: np.ndarray
+    """[S, K, 1], how many each client has in each step."""
+    probe: Moments | None
+    """And those of its sensitivity pass, if there is one."""
+
+
+def train(work: Work, clients: Sequence[int], program: Program, size: int, ready: Ready | None = None) -> Trained:
     """With a compiled program, stacks that are not full are filled up to `size` while they train."""
-    measured = sensitivities(work, clients, program, size) if work.probe is not None else None
+    measured = None
+    if work.probe is not None:
+        held = ready.probe if ready is not None and ready.probe is not None else None
+        measured = sensitivities(work, clients, program, held or probe_moments(work, clients, program, size))
     stack = Stack(work, clients, program, size)
-    stack.descend()
+    stack.descend(ready)
     end, loss = stack.finish(), stack.part(stack.carry.loss)
     kept = dict(end.kept)
     if work.optimizer.persist_state:
@@ -227,7 +242,6 @@ class Stack:
         self.work, self.clients, self.program = work, list(clients), program
         self.device = next(iter(work.model.params.values())).device
         rule = work.client
-        self.data = [work.data.client(k, work.round, rule.batch_size) for k in clients]
         # A compiled program is made for stacks of one size: the last client stands there more than once, for nothing.
         self.size = size if program.training.masked else len(clients)
         filled = [*clients] + [clients[-1]] * (self.size - len(clients))
@@ -246,6 +260,11 @@ class Stack:
         self.fixed = Fixed(self.own, work.model, work.shared, some.new_tensor(work.lr))
         self.key = dropout_key(work, filled)
         self.steps, self.seen = np.zeros(self.size, np.int64), np.zeros(self.size, np.int64)
+
+    @cached_property
+    def data(self) -> list[ClientData]:
+        work = self.work
+        return [work.data.client(k, work.round, work.client.batch_size) for k in self.clients]
 
     def _apart(self) -> None:
         """Give everyone a place of their own."""
@@ -274,8 +293,18 @@ class Stack:
         model = self.carry.params, self.carry.buffers
         return Model(*(model if self.carry.alike else at(model, place)))
 
-    def descend(self) -> None:
-        """The loop: block after block of epochs, as each client's rule plans them."""
+    def descend(self, ready: Ready | None = None) -> None:
+        """The loop: block after block of epochs, as each client's rule plans them; or what lies ready."""
+        if ready is None:
+            self._planned()
+        else:
+            pieces = cut_into_pieces(ready.moments, self.program.training.unroll)
+            self.carry = self.program(self.carry, self.fixed, pieces)
+            self._count(ready.sizes)
+        if self.carry.alike:  # nobody has taken a step
+            self._apart()
+
+    def _planned(self) -> None:
         rule = self.work.client
 
         def loss_of(place: int) -> Callable[[], float]:
@@ -284,14 +313,16 @@ class Stack:
         plans = [rule.plan(self._context(self._own(k), k), loss_of(k)) for k in range(len(self.clients))]
         drawn = [data.drawn() for data in self.data]
         while any(epochs := [next(plan, 0) for plan in plans]):
-            block = self._block(epochs, drawn)
+            block = self.block(epochs, drawn)
             self._take(block)
-            self.steps += (block.sizes[..., 0] > 0).sum(0)
-            self.seen += block.sizes[..., 0].sum(0)
-        if self.carry.alike:  # nobody has taken a step
-            self._apart()
+            self._count(block.sizes)
 
-    def _block(self, epochs: Sequence[int], drawn: Sequence[Iterator[np.ndarray]]) -> Block:
+    def _count(self, sizes: np.ndarray) -> None:
+        self.steps += (sizes[..., 0] > 0).sum(0)
+        self.seen += sizes[..., 0].sum(0)
+
+    def block(self, epochs: Sequence[int], drawn: Sequence[Iterator[np.ndarray]]) -> Block:
+        """What everyone is given in the next so many epochs."""
         rule, effort = self.work.client, self.work.effort
         nothing: list[list[np.ndarray]] = [[]] * (self.size - len(self.clients))
         width = rule.batch_size or max(len(data) for data in self.data)
@@ -367,26 +398,29 @@ class Stack:
         return _finished(vmap(one)(*self.part((self.carry.params, self.carry.buffers, self.own, steps))))
 
 
-def sensitivities(work: Work, clients: Sequence[int], program: Program, size: int) -> Tree:
+def probe_moments(work: Work, clients: Sequence[int], program: Program, size: int) -> Moments:
+    """Every client's B_k in batches. As in training, a compiled program is made for stacks of one size, and for so many
+    steps."""
+    loop, device = program.probing, work.data.dataset.train_y.device
+    held = [[work.data.split.sensitivity(client)] for client in clients]
+    index = cut_into_steps(held + [[]] * (size - len(clients) if loop.masked else 0), program.probe_widths[-1])
+    index = with_steps_of_nobody(index, loop.unroll if loop.masked else 1)
+    there = torch.from_numpy(index >= 0).to(device)
+    return {"batches": [(gathered(work.data.dataset, index)[0],)], "size": there.sum(2), "there": there}
+
+
+def sensitivities(work: Work, clients: Sequence[int], program: Program, moments: Moments) -> Tree:
     """What the aggregator's probe measures at the broadcast model on every client's B_k, stacked."""
     assert work.probe is not None
     model, loop, device = work.model, program.probing, work.data.dataset.train_y.device
-    held = [[work.data.split.sensitivity(client)] for client in clients]
-    width = program.probe_size or max(len(h) for (h,) in held) or 1
-    # As in training, a compiled program is made for stacks of one size, and for so many steps.
-    index = cut_into_steps(held + [[]] * (size - len(clients) if loop.masked else 0), width)
-    index = with_steps_of_nobody(index, loop.unroll if loop.masked else 1)
-    sizes = (index >= 0).sum(2)
     found = {n: torch.zeros_like(p) for n, p in model.params.items()}
-    x, there = gathered(work.data.dataset, index)[0], torch.from_numpy(index >= 0).to(device)
-    moments = {"batches": [(x,)], "size": torch.from_numpy(sizes).to(device), "there": there}
     pieces = cut_into_pieces(moments, loop.unroll)
     if loop.masked:
         found = loop(found, (model.params, model.buffers), pieces, alike=True)
         found = {n: t[: len(clients)] for n, t in found.items()}
     else:
         found = {n: t.expand(len(clients), *t.shape).contiguous() for n, t in found.items()}
-        for now, piece in zip(sizes, pieces, strict=True):
+        for now, piece in zip(moments["size"].cpu().numpy(), pieces, strict=True):
             for members in groups(now[:, None], exact=work.probe.mixes and work.task.mixes):
                 chosen, most = torch.from_numpy(members).to(device), now[members].max()
                 rows = mapped(lambda t, chosen=chosen: t.index_select(1, chosen), piece)
@@ -395,9 +429,9 @@ def sensitivities(work: Work, clients: Sequence[int], program: Program, size: in
                 before = {n: t.index_select(0, chosen) for n, t in found.items()}
                 after = loop(before, (model.params, buffers), [part])
                 found = {n: t.index_copy(0, chosen, after[n]) for n, t in found.items()}
-    batches = torch.from_numpy(np.maximum((sizes > 0).sum(0)[: len(clients)], 1)).to(device)
-    result: Tree = vmap(work.probe.end)(found, batches)
-    return result
+    if work.probe.end is not None:
+        found = vmap(work.probe.end)(found, (moments["size"] > 0).sum(0)[: len(clients)].clamp_min(1))
+    return found
 
 
 def _parts(end: Finished) -> Any:

@@ -170,8 +170,8 @@ class Probe:
     step: Callable[["Task", Model, Tree, Tensor, "Tensor | None"], Tree]
     """What is known after a batch, from what was known before it (zeros at first). The last argument says which rows
     of the batch are samples, where not all are."""
-    end: Callable[[Tree, "int | Tensor"], Tree]
-    """What is sent, after so many batches (1 at least)."""
+    end: Callable[[Tree, "int | Tensor"], Tree] | None
+    """What is sent, after so many batches (1 at least); None: what was known last."""
     batch_size: int | None
     """None: the batch size the client trains with."""
     mixes: bool
@@ -255,6 +255,14 @@ class Participation(Protocol):
         """How many train at the same time."""
         ...
 
+    def foreseen(self, seed: int, round: int, num_clients: int) -> Sequence[int] | None:
+        """Who will train in a round, each taking all of its steps; None: that is not known before."""
+        ...
+
+
+def nobody_knows(round: int) -> None:
+    """Who will train in a round that is yet to come."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -282,6 +290,8 @@ class Work:
     sampled: Sequence[int] = ()
     staleness: int = 0
     """Updates the server has made since the clients were sent their model."""
+    foreseen: Callable[[int], Sequence[int] | None] = nobody_knows
+    """Who will train in a round that is yet to come, where that is known."""
 
 
 class Engine(Protocol):

@@ -419,7 +419,7 @@ def test_finished_seeds_count_and_unfinished_ones_wait(tmp_path: Path, paper: Ca
     run(root / "e2", [0.0, 0.1], seed=2, cell=ELASTIC, asked=4, status="running")
     found = verdict(root)
     assert (found.ours.n, found.ours.mean) == (2, pytest.approx(5))
-    assert "seed 2 is left out: elastic running" in found.note
+    assert "seed 2: left out, elastic running" in found.note
     assert board(root).ours(*ELASTIC, "test accuracy").mean == pytest.approx(75)
 
 
@@ -460,7 +460,10 @@ def test_pairs_are_the_seeds_both_have(a: dict[int, float], b: dict[int, float])
     filled = Board(PaperTable("x"), "full", "last", {("r", "a"): runs(a), ("r", "b"): runs(b)})
     pairs = together(filled, [("r", "a"), ("r", "b")], "test accuracy")
     assert pairs.values == {s: (100 * a[s], 100 * b[s]) for s in sorted(a.keys() & b.keys())}
-    assert len(pairs.notes) == len(a.keys() ^ b.keys())
+    missing = {"no a": sorted(b.keys() - a.keys()), "no b": sorted(a.keys() - b.keys())}
+    notes = (note.removeprefix("seeds ").removeprefix("seed ").split(": ") for note in pairs.notes)
+    named = {reason: [int(s) for s in seeds.split(", ")] for seeds, reason in notes}
+    assert named == {reason: seeds for reason, seeds in missing.items() if seeds}
 
 
 # The check

@@ -49,7 +49,8 @@ class Elastic(FedAvg):
 
     @property
     def probe(self) -> Probe:
-        return Probe(self.measure, self.measured, self.batch_size, self.batch_norm == "batch")
+        end = None if self.sensitivity == "momentum" else self.average
+        return Probe(self.measure, end, self.batch_size, self.batch_norm == "batch")
 
     def measure(self, task: Task, model: Model, omega: Tree, x: Tensor, there: Tensor | None = None) -> Tree:
         """Omega_k after one more batch, one value for each scalar parameter."""
@@ -59,25 +60,26 @@ class Elastic(FedAvg):
             return {n: self.mu * o + (1 - self.mu) * g[n].abs() for n, o in omega.items()}
         return {n: o + g[n].abs() for n, o in omega.items()}
 
-    def measured(self, omega: Tree, batches: int | Tensor) -> Tree:
-        return omega if self.sensitivity == "momentum" else {n: o / batches for n, o in omega.items()}
+    def average(self, omega: Tree, batches: int | Tensor) -> Tree:
+        return {n: o / batches for n, o in omega.items()}
 
     def direction(self, cohort: Cohort, state: State) -> Direction:
         return self.scaled(cohort.delta, self.zeta(cast(Tree, cohort.measured)))
 
     def scaled(self, delta: Tree, zeta: Tree) -> Direction:
         """zeta * delta, how much of it is boosted, and how much longer it is than delta."""
-        count = sum(z.numel() for z in zeta.values())
+        sizes = [z.numel() for z in zeta.values()]
+        boosted = torch.stack([(z > 1).sum() for z in zeta.values()])
         direction = {n: z * delta[n] for n, z in zeta.items()}
         before, after = length({n: delta[n] for n in zeta}), length(direction)
         return Direction(
             direction,
             metrics={
-                "elastic/boosted_fraction": torch.stack([(z > 1).sum() for z in zeta.values()]).sum() / count,
-                "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / count,
+                "elastic/boosted_fraction": boosted.sum() / sum(sizes),
+                "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / sum(sizes),
                 "elastic/step": torch.where(before > 0, after / before, torch.ones_like(before)),
             },
-            layers={"boosted_fraction": torch.stack([(z > 1).float().mean() for z in zeta.values()])},
+            layers={"boosted_fraction": boosted / boosted.new_tensor(sizes)},
         )
 
     def zeta(self, omega: Tree) -> Tree:

@@ -20,10 +20,10 @@ import torch.multiprocessing
 
 from fedsim import check
 from fedsim.engine.parcel import Inbox, Outbox, Parcel
-from fedsim.types import Work
+from fedsim.types import Work, nobody_knows
 
 AHEAD = 8
-STATIC = ("task", "data", "client", "optimizer", "probe", "privacy")
+STATIC = ("task", "data", "client", "optimizer", "probe", "privacy", "foreseen")
 """What of a round's work never changes: known to the workers from the start."""
 
 
@@ -59,6 +59,7 @@ class Pool:
     def __init__(self, workers: int, threads: int, work: Work, do: Callable[[Work, Job], Any]) -> None:
         on_cuda = work.data.dataset.train_x.is_cuda  # which no fork survives
         context: Any = torch.multiprocessing.get_context("spawn" if on_cuda else "fork")
+        work = replace(work, foreseen=nobody_knows)  # it holds the whole experiment, which no worker needs
         self._workers: list[Worker] = []
         self._model = Outbox()  # one for all: everyone is sent every round's
         for _ in range(workers):

@@ -11,6 +11,7 @@ import torch
 
 from fedsim import check, evaluation, stack
 from fedsim.cohort import Cohort, CohortSum, Partial, Upload
+from fedsim.engine.ahead import Ahead, worth_it
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.program import Program
@@ -85,12 +86,16 @@ class OneStack:
     compile: bool
     program: Program | None = None
     sums: stack.Sums | None = None
+    ahead: Ahead | None = None
 
     def __call__(self, work: Work, job: Job) -> Partial | list[Upload]:
+        ready = self.ahead.take(work.round, job.clients) if self.ahead is not None else None
         if self.program is None or self.sums is None:
             self.program = Program(work, stacked=True, compile=self.compile)
             self.sums = stack.Sums(work.task.layers, self.size, self.compile)
-        done = stack.train(work, job.clients, self.program, self.size)
+            if worth_it(work, self.program, job.cohort, self.size):
+                self.ahead = Ahead(work, self.program, self.size)
+        done = stack.train(work, job.clients, self.program, self.size, ready)
         if work.individual or (work.privacy is not None and work.privacy.active):
             return stack.apart(work, done)
         return self.sums(work, job.weights, job.cohort, done)

@@ -57,6 +57,9 @@ class Participation(ABC):
             raise check.BadValue("clients_per_round", wanted, f"must be at most the number of clients, {num_clients}")
         return wanted
 
+    def foreseen(self, seed: int, round: int, num_clients: int) -> Sequence[int] | None:
+        return None
+
     def fails(self, seed: int, time: int, client: int) -> bool:
         """Whether a client that was sent the model of a round never answers."""
         return bool(self.dropout and rng.generator(seed, "fails", time, client).random_sample() < self.dropout)

@@ -17,6 +17,9 @@ class Uniform(Participation):
         chosen: list[int] = rng.sample(generator, num_clients, self.count(num_clients)).tolist()
         return chosen
 
+    def foreseen(self, seed: int, round: int, num_clients: int) -> list[int] | None:
+        return None if self.dropout or self.stragglers else self.draw(seed, round, num_clients)
+
     def __call__(self, seed: int, round: int, steps: Sequence[int], clock: Clock) -> Turn:
         sampled = self.draw(seed, round, len(steps))
         clients = [k for k in sampled if not self.fails(seed, round, k)] if self.dropout else sampled

@@ -97,12 +97,13 @@ def together(board: Board, places: Sequence[Place], metric: str) -> Together:
     after the last round that all have."""
     names = [column if len({r for r, _ in places}) == 1 else f"{row}, {column}" for row, column in places]
     by_place = [{run.seed: run for run in board.runs(*place)} for place in places]
-    notes, design = [], False
+    why: dict[str, list[int]] = {}
+    design = False
     found: dict[int, list[Run]] = {}
     for seed in sorted({s for runs in by_place for s in runs if s is not None}):
         absent = [name for name, runs in zip(names, by_place, strict=True) if seed not in runs]
         if absent:
-            notes.append(f"seed {seed}: no {', '.join(absent)}")
+            why.setdefault(f"no {', '.join(absent)}", []).append(seed)
             continue
         runs = [by_seed[seed] for by_seed in by_place]
         if len({run.data for run in runs}) == 1 and runs[0].data is not None:
@@ -110,25 +111,26 @@ def together(board: Board, places: Sequence[Place], metric: str) -> Together:
             continue
         design = design or any(run.split != runs[0].split for run in runs)
         prints = ", ".join(sorted({str(run.about.get("partition_fingerprint")) for run in runs}))
-        notes.append(f"seed {seed}: not the same partition ({prints}), so not paired")
+        why.setdefault(f"not the same partition ({prints}), so not paired", []).append(seed)
     values = {}
     finished = {seed: runs for seed, runs in found.items() if all(complete(run) for run in runs)}
     upto = None if finished else min((run.rounds for runs in found.values() for run in runs), default=None)
     for seed, runs in found.items():
         status = ", ".join(f"{n} {r.status}" for n, r in zip(names, runs, strict=True) if not complete(r))
         if finished and seed not in finished:
-            notes.append(f"seed {seed} is left out: {status}")
+            why.setdefault(f"left out, {status}", []).append(seed)
             continue
         if len({run.asked for run in runs}) > 1 and not finished:
-            notes.append(f"seed {seed}: not all are finished, and they go for different numbers of rounds")
+            why.setdefault("not all are finished, and they go for different numbers of rounds", []).append(seed)
             continue
         row_values = tuple(run.value(metric, board.pick, upto) for run in runs)
         if not all(map(math.isfinite, row_values)):
-            notes.append(f"seed {seed}: no value ({status})")
+            why.setdefault(f"no value ({status})", []).append(seed)
             continue
         if not finished:
-            notes.append(f"seed {seed}: after round {upto}, the last that all have")
+            why.setdefault(f"after round {upto}, the last that all have", []).append(seed)
         values[seed] = row_values
+    notes = (f"seed{'s' * (len(s) > 1)} {', '.join(map(str, s))}: {reason}" for reason, s in why.items())
     return Together(values, tuple(notes), design)
 
 
