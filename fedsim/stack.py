@@ -195,7 +195,7 @@ def groups(sizes: np.ndarray, exact: bool) -> list[np.ndarray]:
     """Who takes a step together: all who have a batch, or those whose batches [K, batches of a step] are as large."""
     present = np.flatnonzero(sizes[:, 0])
     if not exact:
-        return [present]
+        return [present] if len(present) else []
     kinds, kind = np.unique(sizes[present], axis=0, return_inverse=True)
     return [present[kind.reshape(-1) == k] for k in range(len(kinds))]
 
@@ -229,7 +229,7 @@ class Block:
         crops = None if self.crops is None else self.crops[steps]
         batches = [gathered(dataset, self.index[steps], crops), *(gathered(dataset, e[steps]) for e in self.extra)]
         sizes = torch.from_numpy(self.sizes[steps, :, 0].astype(np.float32)).to(key.device)
-        keys = key.expand(len(sizes), *key.shape)
+        keys = key.expand(len(sizes), *key.shape).contiguous()  # a program is made for its arguments' strides
         if drops:
             keys = key + torch.from_numpy(self.taken[steps, :, None]).to(key)
         return {"batches": batches, "size": sizes, "key": keys}
@@ -420,7 +420,9 @@ def sensitivities(work: Work, clients: Sequence[int], program: Program, moments:
         found = {n: t[: len(clients)] for n, t in found.items()}
     else:
         found = {n: t.expand(len(clients), *t.shape).contiguous() for n, t in found.items()}
-        for now, piece in zip(moments["size"].cpu().numpy(), pieces, strict=True):
+        held, width = work.data.split.held[list(clients)], program.probe_widths[-1]
+        for step, piece in enumerate(pieces):
+            now = np.clip(held - step * width, 0, width)
             for members in groups(now[:, None], exact=work.probe.mixes and work.task.mixes):
                 chosen, most = torch.from_numpy(members).to(device), now[members].max()
                 rows = mapped(lambda t, chosen=chosen: t.index_select(1, chosen), piece)

@@ -1,5 +1,6 @@
 """Samples gathered beforehand: the same ones, or none; and nobody is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from conftest import environment, play, small, work_of
 from test_contract import tensors
 
 from fedsim.engine import vmap
-from fedsim.engine.ahead import SLOTS, Ahead, made, worth_it
+from fedsim.engine.ahead import SLOTS, Ahead, last, made, worth_it
 from fedsim.program import Program
 from fedsim.runner import Experiment, initial_state
 from fedsim.stack import cut
@@ -41,8 +42,15 @@ def until(true: Any, seconds: float = 60.0) -> None:
     assert true()
 
 
-def lies_ready(ahead: Ahead, number: int) -> None:
-    until(lambda: ahead._made.value > number)
+def lies_ready(ahead: Ahead, round: int) -> None:
+    """Whether or not the round is asked for in the end: what the pipe has is heard."""
+
+    def heard() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            ahead._made = last(os.read(ahead._told, 4096))
+        return ahead._made >= round - ahead._first
+
+    until(heard)
 
 
 @pytest.mark.parametrize("keys", [["aggregator=elastic"], ["aggregator=elastic", "aggregator.batch_size=2"],
@@ -52,7 +60,7 @@ def test_what_lies_ready_is_what_the_round_would_make(keys: list[str]) -> None:
     ahead, lengths = Ahead(work, program, 3), set()
     for round in range(1, exp.rounds):
         (clients,) = cut(work, exp.foreseen(round) or (), 3)
-        lies_ready(ahead, round - 1)
+        lies_ready(ahead, round)
         found, expected = ahead.take(round, clients), made(replace(work, round=round), program, 3, clients)
         assert found is not None
         assert (found.sizes == expected.sizes).all()
@@ -62,28 +70,60 @@ def test_what_lies_ready_is_what_the_round_would_make(keys: list[str]) -> None:
     assert len(lengths) > 1  # so that shorter rounds came after longer ones
 
 
-def test_a_round_that_is_late_or_unforeseen_is_made_where_it_is_needed() -> None:
+def foreseen(exp: Experiment, work: Work, round: int) -> list[int]:
+    (clients,) = cut(work, exp.foreseen(round) or (), 3)
+    return clients
+
+
+def test_a_round_that_is_late_is_made_where_it_is_needed() -> None:
     exp, work, program = given("aggregator=elastic", "rounds=50")
     ahead = Ahead(work, program, 3)
     os.kill(ahead._process.pid, signal.SIGSTOP)
-    assert ahead.take(40, exp.foreseen(40) or ()) is None  # behind by far
+    assert ahead.take(40, foreseen(exp, work, 40)) is None  # behind by far
     os.kill(ahead._process.pid, signal.SIGCONT)
-    lies_ready(ahead, 41)
-    (clients,) = cut(work, exp.foreseen(42) or (), 3)
-    assert ahead.take(42, clients) is not None  # it has caught up
     lies_ready(ahead, 42)
-    assert ahead.take(43, [0, 0, 0]) is None
+    assert ahead.take(42, foreseen(exp, work, 42)) is not None  # it has caught up
+
+
+@pytest.mark.parametrize("round", [1, 2, 3])
+def test_after_a_round_again_or_one_that_nobody_foresaw_it_ends(round: int) -> None:
+    exp, work, program = given("aggregator=elastic", "rounds=50")
+    ahead = Ahead(work, program, 3)
+    lies_ready(ahead, 4)
+    assert ahead.take(2, foreseen(exp, work, 2)) is not None
+    assert ahead.take(round, [0, 0, 0] if round == 3 else foreseen(exp, work, round)) is None
     assert not ahead._process.is_alive()
-    assert ahead.take(44, cut(work, exp.foreseen(44) or (), 3)[0]) is None
+    assert ahead.take(4, foreseen(exp, work, 4)) is None
+
+
+def test_it_may_die() -> None:
+    exp, work, program = given("aggregator=elastic", "rounds=50")
+    ahead = Ahead(work, program, 3)
+    lies_ready(ahead, 1)
+    os.kill(ahead._process.pid, signal.SIGKILL)
+    until(lambda: not ahead._process.is_alive())
+    assert all(ahead.take(round, foreseen(exp, work, round)) is None for round in range(1, 9))
+
+
+def test_clients_that_kept_something_are_no_other_kind_to_it() -> None:
+    """As after a resume, where some have taken part before."""
+    _, work, program = given("client=scaffold", "client.option=2", "rounds=50")
+    kept, _ = play(small(*UNEQUAL, "client=scaffold", "client.option=2", "engine=sequential", "rounds=1"))
+    work = replace(work, states=kept.clients)
+    assert len({bool(kept.clients.get(k)) for k in range(6)}) == 2
+    ahead = Ahead(work, program, 3)
+    lies_ready(ahead, SLOTS)  # it goes on, whatever they kept
+    assert ahead._process.is_alive()
 
 
 def test_no_more_than_a_few_rounds_and_not_beyond_the_last() -> None:
     exp, work, program = given("aggregator=fedavg", "rounds=7")
     ahead = Ahead(work, program, 3)
-    lies_ready(ahead, SLOTS - 1)
+    lies_ready(ahead, SLOTS)
     time.sleep(0.2)
-    assert ahead._made.value == SLOTS
-    assert ahead.take(6, cut(work, exp.foreseen(6) or (), 3)[0]) is None
+    with pytest.raises(BlockingIOError):
+        os.read(ahead._told, 1)
+    assert ahead.take(6, foreseen(exp, work, 6)) is None
     until(lambda: not ahead._process.is_alive())
     assert ahead._process.exitcode == 0
 
@@ -99,6 +139,7 @@ def test_it_goes_with_its_owner() -> None:
 @pytest.mark.parametrize(
     "keys",
     [["participation.dropout=0.2"], ["participation.stragglers=0.2"], ["client=perfedavg"], ["client=loadaboost"],
+     ["client=scaffold", "client.option=1"],
      ["participation=async", "aggregator=fedasync"], ["client.batch_size=null"], ["rounds=1"]],
     ids=" ".join,
 )  # fmt: skip
@@ -113,22 +154,26 @@ def test_only_for_a_cohort_in_one_stack() -> None:
     assert not worth_it(work, program, 3, 2)
 
 
-def test_results_do_not_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keys", [["aggregator=elastic", "client.epochs=2"],
+                                  ["client=scaffold", "client.option=2", "aggregator=fedavg",
+                                   "participation.clients_per_round=1.0"]], ids=" ".join)  # fmt: skip
+def test_results_do_not_know_of_it(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
 
     class Waiting(Ahead):
         def take(self, round: int, clients: Any) -> Any:
-            lies_ready(self, round - self._first)
+            if self._end.alive and round > self._at + self._first:
+                lies_ready(self, round)
             found = super().take(round, clients)
             taken.append(found is not None)
             return found
 
-    keys = [*UNEQUAL, *ENGINE, "aggregator=elastic", "engine.compile=true"]
     monkeypatch.setattr(vmap, "Ahead", Waiting)
-    one, rows = play(small(*keys))
+    exp = small(*UNEQUAL, *ENGINE, *keys, "client.batch_size=8", "engine.compile=true")
+    one, rows = play(exp)
     assert taken == [True] * 8  # all but the first round
-    monkeypatch.setattr(vmap, "worth_it", lambda *_: False)
-    other, same = play(small(*keys))
+    other, same = play(exp)  # from the beginning again: nothing lies ready
+    assert taken == [True] * 8 + [False] * 9
     assert all(torch.equal(t, tensors(other)[name]) for name, t in tensors(one).items())
     assert [{**row, "time/round_s": 0} for row in rows] == [{**row, "time/round_s": 0} for row in same]
 
@@ -138,12 +183,14 @@ def test_nobody_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     keys = ["dataset=synthetic", *ENGINE, "engine.compile=true", "rounds=1000000", "checkpoint.every=1"]
     process = subprocess.Popen([sys.executable, "-m", "fedsim", *keys], cwd=tmp_path, env=environment(),
                                start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-    until(lambda: list(tmp_path.glob("outputs/*/checkpoint.pt")), 200)
-    children = psutil.Process(process.pid).children()
-    assert children
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
-    process.communicate(timeout=60)
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    try:
+        until(lambda: list(tmp_path.glob("outputs/*/checkpoint.pt")), 200)
+        (child,) = psutil.Process(process.pid).children()
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        process.communicate(timeout=60)
+        assert psutil.wait_procs([child], timeout=20)[1] == []
+    finally:
+        process.kill()

@@ -148,6 +148,12 @@ def test_groups_hold_everyone_who_has_a_batch(sizes: list[tuple[int, int]], exac
         assert len(set.union(set(), *kinds)) == len(found)
 
 
+def test_clients_too_small_to_measure_on() -> None:
+    """One sample each: all of it is D_k, B_k is empty, in every stack."""
+    keys = ["dataset.train_samples=8", "partition.num_clients=8", "partition=iid", "partition.sensitivity_fraction=0.5"]
+    assert compare(small, [*keys, "rounds=2"], "engine=vmap", "engine.compile=false") < BOUND
+
+
 def test_padding_counts_nowhere() -> None:
     """Loss and gradient of a padded batch are those of its samples."""
     exp = doubled(small())

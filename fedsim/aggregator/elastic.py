@@ -69,17 +69,17 @@ class Elastic(FedAvg):
     def scaled(self, delta: Tree, zeta: Tree) -> Direction:
         """zeta * delta, how much of it is boosted, and how much longer it is than delta."""
         sizes = [z.numel() for z in zeta.values()]
-        boosted = torch.stack([(z > 1).sum() for z in zeta.values()])
+        boosted = [(z > 1).sum() for z in zeta.values()]
         direction = {n: z * delta[n] for n, z in zeta.items()}
         before, after = length({n: delta[n] for n in zeta}), length(direction)
         return Direction(
             direction,
             metrics={
-                "elastic/boosted_fraction": boosted.sum() / sum(sizes),
+                "elastic/boosted_fraction": torch.stack(boosted).sum() / sum(sizes),
                 "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / sum(sizes),
                 "elastic/step": torch.where(before > 0, after / before, torch.ones_like(before)),
             },
-            layers={"boosted_fraction": boosted / boosted.new_tensor(sizes)},
+            layers={"boosted_fraction": torch.stack([b / n for b, n in zip(boosted, sizes, strict=True)])},
         )
 
     def zeta(self, omega: Tree) -> Tree:

@@ -10,7 +10,7 @@ keeps it.
 
     a round is long                                parameters x samples of a round >= LONG_ROUND
     workers                                        one for each core for process, and for vmap on a CPU where a round is
-                                                   long and has more than one stack; else no process but this one
+                                                   long and has more than one stack; else this one trains alone
     a step is compiled (compile=auto)              where the run has at least COMPILE_CALLS of them in every process,
                                                    a compiler is there, batches have a size, and the model has no loop
                                                    over time, which would be unrolled
