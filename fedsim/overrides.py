@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, QuotedString, Transformer
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -102,9 +102,10 @@ def values(override: Override) -> list[str]:
     value = override.value()
     if isinstance(value, Glob):
         return []
-    if override.is_sweep_override():
-        return [str(v) for v in override.sweep_string_iterator()]
-    return [str(v) for v in value] if isinstance(value, list) else ["null" if value is None else str(value)]
+    if override.is_sweep_override():  # identity: as typed, where Hydra would put a backslash before a space
+        value = list(override.sweep_iterator(transformer=Transformer.identity))
+    several = value if isinstance(value, list) else [value]
+    return ["null" if v is None else v.text if isinstance(v, QuotedString) else str(v) for v in several]
 
 
 def _keys(config: object, prefix: str = "") -> list[str]:

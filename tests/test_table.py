@@ -13,12 +13,13 @@ import pytest
 import yaml
 from conftest import environment, metrics
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from fedsim import check, table
 from fedsim.cli import register_resolvers
 from fedsim.dataset import small
-from fedsim.overrides import CONF, table_name
+from fedsim.overrides import CONF, table_name, values
 from fedsim.report import duration
 from fedsim.scale import SMALL
 
@@ -244,6 +245,15 @@ def test_what_cannot_be_run_here_does_not_hold_up_the_rest(fedsim: Command, tmp_
 )
 def test_bad_input_is_one_line(fedsim: Command, typed: list[str], said: str) -> None:
     assert said in refused(fedsim("experiment=elastic/table3", *typed))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_label_can_be_typed_alone_and_beside_others(name: str) -> None:
+    for axis in ("row", "column"):
+        labels = list(table.specification(name)[f"{axis}s"])
+        for some in (labels, *([label] for label in labels)):
+            (override,) = OverridesParser.create().parse_overrides([f"{axis}={','.join(some)}"])
+            assert values(override) == some
 
 
 def test_a_dry_run_of_an_ordinary_run_is_refused(fedsim: Command) -> None:
