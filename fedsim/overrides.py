@@ -49,10 +49,14 @@ def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:
 
 
 def folder_name(overrides: Iterable[str]) -> str:
-    name = re.sub(r"[^\w.,=+@-]+", "-", ",".join(sorted(overrides))).strip("-") or "default"
-    if len(name) > LONGEST_NAME:
-        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return name
+    return no_longer(re.sub(r"[^\w.,=+@-]+", "-", ",".join(sorted(overrides))).strip("-") or "default")
+
+
+def no_longer(name: str) -> str:
+    """A name that every file system takes; where it is cut, a hash tells it from others."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def misread(typed: Sequence[str]) -> str | None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fedsim.overrides import no_longer
 from fedsim.reporting.experiment import PaperTable, paper_table
 from fedsim.reporting.runs import Run
 from fedsim.reporting.statistics import Estimate, estimate
@@ -39,7 +40,7 @@ class Board:
 
     @property
     def slug(self) -> str:
-        return slug(f"{self.table.experiment}_{self.scale}")
+        return no_longer(slug(f"{self.table.experiment}_{self.scale}"))
 
     @property
     def smoke(self) -> bool:
