@@ -12,6 +12,7 @@ METRICS = {
     "norm/N_server": "|| theta_{t+1} - theta_t ||: how far the server really moves",
     "norm/N_integrated": "sum of N_server over the rounds so far",
     "elastic/boosted_fraction": "share of scalar parameters with zeta > 1",
+    "elastic/boosted_by_layer": "the same share of each layer (parameter tensor), plain mean over layers",
     "elastic/mean_zeta": "mean of zeta over all scalar parameters, also those that are not updated",
     "elastic/step": "|| zeta d || / || d ||, d = sum_k w_k delta_k: how much longer the step is than the naive one",
     "norm_norm/rate": "beta E / N: the plain rate that Norm-Norm and FedNNNN amount to in this round",

@@ -134,7 +134,7 @@ def test_another_pick_is_another_number(tmp_path: Path, paper: Callable[..., Non
 def test_metrics_other_than_accuracy(tmp_path: Path, paper: Callable[..., None]) -> None:
     paper()
     columns = {
-        **{"elastic/boosted_fraction": [0.5, 0.6, 0.7, 0.8], "personal/accuracy_after": 0.9, "train/accuracy": 0.7},
+        **{"elastic/boosted_by_layer": [0.5, 0.6, 0.7, 0.8], "personal/accuracy_after": 0.9, "train/accuracy": 0.7},
         **{"comm/down_bytes": 10 * 420, "comm/up_bytes": 2 * 10 * 420, "clients/arrived": 10},  # 5 % of it are buffers
     }
     run(tmp_path / "outputs" / "a", 0.8, cell=NAIVE, columns=columns, parameters=100)
@@ -541,7 +541,7 @@ def test_ordinary_runs_are_labelled_by_what_they_differ_in(tmp_path: Path) -> No
 
 def test_every_kind_of_figure(tmp_path: Path, paper: Callable[..., None]) -> None:
     columns = {
-        **{"elastic/boosted_fraction": 0.7, "norm/N_integrated": [1, 2, 3, 4], "time/virtual_s": [2, 4, 6, 8]},
+        **{"elastic/boosted_by_layer": 0.7, "norm/N_integrated": [1, 2, 3, 4], "time/virtual_s": [2, 4, 6, 8]},
         **{f"norm/{part}": 1.0 for part in ("N_server", "E", "N_server_conv", "E_conv", "N_server_linear", "E_linear")},
         "clients/arrived": 10,
     }

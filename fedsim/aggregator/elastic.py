@@ -70,16 +70,18 @@ class Elastic(FedAvg):
         """zeta * delta, how much of it is boosted, and how much longer it is than delta."""
         sizes = [z.numel() for z in zeta.values()]
         boosted = [(z > 1).sum() for z in zeta.values()]
+        shares = torch.stack([b / n for b, n in zip(boosted, sizes, strict=True)])
         direction = {n: z * delta[n] for n, z in zeta.items()}
         before, after = length({n: delta[n] for n in zeta}), length(direction)
         return Direction(
             direction,
             metrics={
                 "elastic/boosted_fraction": torch.stack(boosted).sum() / sum(sizes),
+                "elastic/boosted_by_layer": shares.mean(),
                 "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / sum(sizes),
                 "elastic/step": torch.where(before > 0, after / before, torch.ones_like(before)),
             },
-            layers={"boosted_fraction": torch.stack([b / n for b, n in zip(boosted, sizes, strict=True)])},
+            layers={"boosted_fraction": shares},
         )
 
     def zeta(self, omega: Tree) -> Tree:

@@ -38,7 +38,9 @@ def _loss(board: Board, kind: str) -> Chart | None:
 
 
 def _boosted(board: Board, kind: str) -> Chart | None:
-    return _over_rounds(board, kind, "parameters with zeta > 1", "elastic/boosted_fraction", "boosted, %", 100)
+    return _over_rounds(
+        board, kind, "parameters with zeta > 1, mean over layers", "elastic/boosted_by_layer", "boosted, %", 100
+    )
 
 
 def _integrated(board: Board, kind: str) -> Chart | None:

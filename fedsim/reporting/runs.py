@@ -74,7 +74,7 @@ class Run:
         if metric == "loss":
             return _number(known.get("test_loss_last"))
         if metric == "boosted":
-            return 100 * _mean(rows, "elastic/boosted_fraction")
+            return 100 * _mean(rows, "elastic/boosted_by_layer")
         if metric == "traffic":
             return self._traffic(rows)
         return _mean(self.clients, "emd") if metric == "emd" else _mean(rows, metric)
