@@ -12,6 +12,8 @@ from fabricated import run
 import fedsim
 from fedsim.check import InputError
 
+ACCURACY = "test_accuracy_last"
+
 
 def test_frames_of_runs_of_every_status(tmp_path: Path) -> None:
     for status in ("finished", "running", "interrupted", "diverged", "failed"):
@@ -134,6 +136,14 @@ def test_layers_are_read_unless_that_is_declined(tmp_path: Path) -> None:
     )
     assert list(fedsim.load(tmp_path).layers["layer"]) == ["w"]
     assert fedsim.load(tmp_path, layers=False).layers.empty
+
+
+def test_what_is_kept_is_what_the_page_says() -> None:
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    accuracy = 100 * fedsim.load(docs / "results" / "experiment=elastic-table3").runs.set_index("column")[ACCURACY]
+    columns = ("naive", "elastic", "mean zeta", "same length")
+    ours = " | ".join(f"{accuracy[c].mean():.2f} ± {accuracy[c].std():.2f}" for c in columns)
+    assert f"| ours | {ours} |" in (docs / "RESULTS.md").read_text(encoding="utf-8")
 
 
 def test_importing_fedsim_imports_neither_pandas_nor_torch() -> None:
