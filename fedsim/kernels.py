@@ -9,24 +9,34 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from fedsim.native import winograd
+
 aten = torch.ops.aten
 FEW_OUTPUTS = 16
 
 # Under names of our own torch's kernels are left alone by the compiler. (torch.library.custom_op would check every call
 # for a tenth of a millisecond.)
 _LIBRARY = Library("fedsim", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(name: str, signature: str, kernel: Callable[..., Any], form: Callable[..., Any]) -> None:
+    """`form` gives empty tensors of the results' form."""
+    _LIBRARY.define(name + signature)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+    register_fake(f"fedsim::{name}", form, lib=_LIBRARY)
+
+
 _SIZES = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
-for _name, _kernel, _signature in (
-    ("max_pool", aten.max_pool2d_with_indices, f"(Tensor x, {_SIZES}) -> (Tensor, Tensor)"),
-    (
-        "max_pool_backward",
-        aten.max_pool2d_with_indices_backward,
-        f"(Tensor grad, Tensor x, {_SIZES}, Tensor i) -> Tensor",
-    ),
-):
-    _LIBRARY.define(_name + _signature)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(_name, _kernel, "CPU")  # type: ignore[no-untyped-call]
-    register_fake(f"fedsim::{_name}", _kernel, lib=_LIBRARY)
+_pool, _pool_backward = aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward
+_define("max_pool", f"(Tensor x, {_SIZES}) -> (Tensor, Tensor)", _pool, _pool)
+_define("max_pool_backward", f"(Tensor g, Tensor x, {_SIZES}, Tensor i) -> Tensor", _pool_backward, _pool_backward)
+_define("winograd", "(Tensor x, Tensor weight, int[] padding) -> Tensor", winograd.convolution, winograd.outputs)
+_define(
+    "winograd_backward",
+    "(Tensor grad, Tensor x, Tensor weight, int[] padding) -> (Tensor, Tensor)",
+    winograd.gradients,
+    lambda grad, x, weight, padding: (torch.empty_like(x), torch.empty_like(weight)),
+)
 
 
 def pooled(
@@ -46,6 +56,24 @@ def pooled_backward(grad: Tensor, x: Tensor, *rest: Any) -> Any:
     return torch.ops.fedsim.max_pool_backward(_last(grad), _last(x), *rest)
 
 
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Any:
+    plain = stride == [1, 1] and dilation == [1, 1] and not transposed and groups == 1
+    if not plain or not winograd.pays(x, weight, padding):
+        return NotImplemented
+    y = torch.ops.fedsim.winograd(_last(x), _last(weight), padding)
+    return y if bias is None else y + bias.view(-1, 1, 1)
+
+
 def convolution_backward(
     grad: Tensor,
     x: Tensor,
@@ -59,14 +87,18 @@ def convolution_backward(
     groups: int,
     output_mask: list[bool],
 ) -> Any:
-    """Of a first layer over a single channel, as one product of gradients and patches: oneDNN has no kernel for it."""
-    simple = stride == [1, 1] and padding == [0, 0] and dilation == [1, 1] and not transposed
-    if not simple or x.shape[1] != 1 or output_mask[0]:
+    if stride != [1, 1] or dilation != [1, 1] or transposed or groups != 1:
         return NotImplemented
-    channels, _, h, w = weight.shape
-    by_place = grad.permute(0, 2, 3, 1).reshape(-1, channels)
-    patches = x[:, 0].unfold(1, h, 1).unfold(2, w, 1).reshape(-1, h * w)
-    return None, (by_place.t() @ patches).view(weight.shape), by_place.sum(0) if output_mask[2] else None
+    if output_mask[:2] == [True, True] and winograd.pays(x, weight, padding):
+        of_x, of_weight = torch.ops.fedsim.winograd_backward(_last(grad), _last(x), _last(weight), padding)
+        return of_x, of_weight, grad.sum((0, 2, 3)) if output_mask[2] else None
+    if x.shape[1] == 1 and padding == [0, 0] and not output_mask[0]:
+        # A first layer over a single channel, as one product of gradients and patches: oneDNN has no kernel for it.
+        channels, _, h, w = weight.shape
+        by_place = grad.permute(0, 2, 3, 1).reshape(-1, channels)
+        patches = x[:, 0].unfold(1, h, 1).unfold(2, w, 1).reshape(-1, h * w)
+        return None, (by_place.t() @ patches).view(weight.shape), by_place.sum(0) if output_mask[2] else None
+    return NotImplemented
 
 
 def _last(x: Tensor) -> Tensor:
@@ -87,5 +119,6 @@ STACKED: Decompositions = {aten.bmm.default: products}
 CHANNELS_LAST: Decompositions = {
     aten.max_pool2d_with_indices.default: pooled,
     aten.max_pool2d_with_indices_backward.default: pooled_backward,
+    aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
 }

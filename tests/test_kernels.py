@@ -7,18 +7,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 from fedsim.kernels import CHANNELS_LAST
+from fedsim.native import X86
 from fedsim.program import Compiled
 from fedsim.types import Tree
 
 NETWORKS = {
     # a first layer over one channel, windows that do not divide the image
     "one channel": (1, nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 2))),
+    # by Winograd's tiles, with biases, both sizes of filters; then a stride, for which there is no such form
+    "winograd": (
+        3,
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            nn.Conv2d(8, 12, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(12, 8, 5, padding=(0, 2), bias=False),
+            nn.Conv2d(8, 8, 3, stride=2),
+        ),
+    ),
     # what has no form of its own: overlapping windows with a border, a convolution with padding and stride
     "others": (1, nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, stride=2, bias=False), nn.MaxPool2d(3, 2, 1))),
 }
+TILED = {"one channel": 0, "winograd": 2 if X86 else 0, "others": 0}
+"""Convolutions of each that are made of tiles."""
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -37,7 +53,9 @@ def test_gradients(name: str) -> None:
         return found
 
     with torch.no_grad():
+        recorded = make_fx(gradient, CHANNELS_LAST)(params, x).code
         found = Compiled(gradient, CHANNELS_LAST)(params, x)
+    assert recorded.count("fedsim.winograd.default") == recorded.count("fedsim.winograd_backward") == TILED[name]
     assert_close(found, gradient(params, x), rtol=1e-12, atol=1e-12)
 
 

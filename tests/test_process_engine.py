@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
 from fedsim.engine.parcel import Inbox, Outbox
-from fedsim.types import Model
+from fedsim.engine.pool import Job, Pool
+from fedsim.runner import first_work
+from fedsim.types import Model, Work
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -77,6 +79,21 @@ def test_parcels_hold_what_was_packed(shapes: list[list[int]], kind: torch.dtype
             for other in (found["model"].params[name], found["states"]["own"][name]):
                 assert torch.equal(t, other)
                 assert (t.dtype, t.shape) == (other.dtype, other.shape)
+
+
+def slept(work: Work, job: Job) -> int:
+    time.sleep(0.01 * len(job.clients))
+    return os.getpid()
+
+
+def test_nobody_waits_behind_a_long_client() -> None:
+    """While others are free: who has half of the work is given no more of it, wherever in the order it comes."""
+    work = first_work(small())
+    pool = Pool(2, 1, work, slept)
+    for long in (0, 4):
+        jobs = [Job([0] * (40 if number == long else 5)) for number in range(9)]
+        who = list(pool.run(work, jobs))
+        assert [number for number in range(9) if who[number] == who[long]] == [long]
 
 
 def test_workers_end_with_the_experiment() -> None:

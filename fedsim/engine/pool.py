@@ -85,16 +85,20 @@ class Pool:
             self._send(worker, model)
 
         def hand_out() -> None:
-            """A job to everyone who has none and, while there are enough of them, one more that lies ready."""
+            """A job to everyone who has none and, where it will not be waited for, one more that lies ready."""
             for least in (0, 1):
                 for worker, own in given.values():
-                    if len(own) == least and len(waiting) > least * len(self._workers):
-                        # Of the next few only: results wait for those before them, each as large as a model.
-                        number = max(waiting[: AHEAD * len(self._workers)], key=lambda n: length[n])
-                        waiting.remove(number)
-                        own.append(number)
-                        kept = {k: states[k] for k in jobs[number].clients if k in states}
-                        self._send(worker, (jobs[number], worker.states.pack(kept) if kept else None))
+                    if len(own) != least or not waiting:
+                        continue
+                    # Of the next few only: results wait for those before them, each as large as a model.
+                    number = max(waiting[: AHEAD * len(self._workers)], key=lambda n: length[n])
+                    left = sum(length[n] for n in (*waiting, *(n for _, have in given.values() for n in have)))
+                    if least and length[own[0]] + length[number] > left / len(self._workers):
+                        continue  # another worker may be free before this one is
+                    waiting.remove(number)
+                    own.append(number)
+                    kept = {k: states[k] for k in jobs[number].clients if k in states}
+                    self._send(worker, (jobs[number], worker.states.pack(kept) if kept else None))
 
         hand_out()
         for place in range(len(jobs)):
