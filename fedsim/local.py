@@ -102,10 +102,7 @@ def descend(
     loss_sum, seen, steps = some.new_zeros(()), 0, 0
     if program is not None:
         params = program.laid_out(params)
-    fixed, usual_size = (
-        Fixed(own, work.model, work.shared, some.new_tensor(work.lr)),
-        some.new_tensor(rule.batch_size or 0),
-    )
+    fixed = Fixed(own, work.model, work.shared, some.new_tensor(work.lr))
 
     def present_loss() -> float:
         return work.task.mean_loss(Model(params, buffers), data).item()
@@ -115,9 +112,9 @@ def descend(
             if steps == most:
                 break
             size = len(stored[1])
-            if program is not None and size == rule.batch_size:
+            if program is not None and size in program.sizes:
                 batches = [stored, *(next(data.stored_extra) for _ in range(rule.extra_batches))]
-                moment = {"batches": batches, "size": usual_size, "key": key + steps}
+                moment = {"batches": batches, "size": program.sizes[size], "key": key + steps}
                 carry = Carry(params, buffers, state, loss_sum)
                 carry = program(carry, fixed, [mapped(lambda t: t.unsqueeze(0), moment)])
                 params, buffers, state, loss_sum = carry.parts()

@@ -6,7 +6,7 @@ stored: a step makes its inputs of them itself, a batch at a time, while they ar
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -184,10 +184,14 @@ class Program:
     """A client's round in steps of a client rule and a client optimizer (`training`) and, before that, of what the
     aggregator has it measure (`probing`): for one client or for a stack of them."""
 
-    def __init__(self, work: Work, stacked: bool, compile: bool) -> None:
+    def __init__(self, work: Work, stacked: bool, compile: bool, short: Sequence[int] = ()) -> None:
+        """`short`: sizes of a client's last batch that come often."""
         self.task, self.rule, self.optimizer = work.task.for_stacks(), work.client, work.optimizer
         self.data, self.stacked, self.compile = work.data.dataset, stacked, compile
         data, batch_size = work.data, work.client.batch_size
+        some = next(iter(work.model.params.values()))
+        self.sizes = {size: some.new_tensor(size) for size in (batch_size, *short) if size is not None}
+        """What a single client's batch may have, as numbers and as a step is given them."""
         small = sum(p.numel() for p in work.model.params.values()) <= SMALL
 
         def unrolled(masked: bool, largest: int, width: int | None, epochs: int = 1) -> int:

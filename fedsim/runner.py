@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim import check, growth, personal, shared_data
+from fedsim import check, personal, shared_data
 from fedsim.cohort import Cohort
 from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
@@ -17,6 +17,7 @@ from fedsim.evaluation import TEST, TRAIN
 from fedsim.metrics import FINITE
 from fedsim.participation.asynchronous import Asynchronous
 from fedsim.privacy.channel import Privacy
+from fedsim.server import Learned, Server
 from fedsim.task import Evaluation, Task
 from fedsim.types import (
     Aggregator,
@@ -87,6 +88,20 @@ class Experiment:
         batches = -(-sizes // (self.client.batch_size or sizes))
         steps: list[int] = (self.client.epochs * batches).tolist()
         return steps
+
+    @cached_property
+    def server(self) -> Server:
+        """Its half of a round; compiled where all clients are one program, and where all rounds have as many."""
+        whole = self.engine_choice.get("name") == "vmap" and self.engine_choice.get("compile") is True
+        alike = self.foreseen(0) is not None and not (self.aggregator.individual or self.privacy.active)
+        return Server(
+            self.aggregator,
+            self.server_optimizer,
+            self.client,
+            self.task.layers,
+            self.data.num_clients,
+            compile=whole and alike,
+        )
 
     def foreseen(self, round: int) -> Sequence[int] | None:
         """Who will train in a round, where that is known before it comes."""
@@ -167,8 +182,8 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []
     work = assign(exp, state, turn)
     cohort = exp.engine(work, clients, weights(exp, clients))
-    after, direction = learn(exp, state, cohort) if clients else (state, Direction({}))
-    row, layer_rows = measure(exp, state, work, cohort, direction, after)
+    after, learned = learn(exp, state, cohort) if clients else (state, None)
+    row, layer_rows = measure(exp, state, work, cohort, learned, after)
     row |= account(exp, state, turn, after.model)
     row["clients/arrived"], row["client_lr"] = len(clients), work.lr
     row["time/round_s"] = time.perf_counter() - started
@@ -182,24 +197,18 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     return after, row, layer_rows
 
 
-def learn(exp: Experiment, state: RunState, cohort: Cohort) -> tuple[RunState, Direction]:
+def learn(exp: Experiment, state: RunState, cohort: Cohort) -> tuple[RunState, Learned]:
     """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept."""
-    direction = exp.aggregator.direction(cohort, state.aggregator)
-    origin, server, rule = direction.origin or state.model.params, state.server, state.rule
-    if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
-        server = growth.overlaid(server, exp.server_optimizer.init(origin))
-        rule = growth.overlaid(rule, exp.client.init(origin))
-        cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
-    params, server = exp.server_optimizer.step(origin, direction.tree, server, exp.server_optimizer.lr)
+    learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
     after = replace(
         state,
-        model=Model(params, direction.buffers or cohort.buffers),
-        aggregator=direction.state,
-        server=server,
-        rule=exp.client.merge(rule, cohort, exp.data.num_clients),
+        model=learned.model,
+        aggregator=learned.aggregator,
+        server=learned.server,
+        rule=learned.rule,
         clients={**state.clients, **cohort.states} if cohort.states else state.clients,
     )
-    return after, direction
+    return after, learned
 
 
 def account(exp: Experiment, state: RunState, turn: Turn, model: Model) -> Row:
@@ -276,14 +285,13 @@ def measure(
     state: RunState,
     work: Work,
     cohort: Cohort,
-    direction: Direction,
+    learned: Learned | None,
     after: RunState,
 ) -> tuple[Row, LayerRows]:
     """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
     layers, model = exp.task.layers, after.model
-    old = growth.padded(state.model.params, model.params)
-    moved = layers.norms({n: p - old[n] for n, p in model.params.items()})
-    norms = {"N": cohort.N, "E": cohort.E, "N_server": moved}
+    direction = learned.direction if learned else Direction({})
+    norms = {"N": cohort.N, "E": cohort.E, "N_server": learned.moved if learned else torch.zeros_like(cohort.N)}
     values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
     evaluations: dict[str, Evaluation] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:

@@ -78,6 +78,17 @@ def test_compiling_begins_where_a_run_has_enough_steps() -> None:
     assert not compiled(enough - 1)
 
 
+@pytest.mark.parametrize("rounds", [39_999, 40_000])
+def test_short_batches_that_come_often_are_compiled_for(rounds: int) -> None:
+    """80 clients of 50 samples, 5 of them B_k: 45 are 4 batches of 10 and one of 5; 2 clients a round, 2 workers."""
+    keys = ["partition=iid", "partition.num_clients=80", "participation.clients_per_round=2", "client.batch_size=10"]
+    found = choice(*CNN, *keys, f"rounds={rounds // 10}")
+    assert found == {"name": "process", "workers": 2, "compile": True} | ({"short": [5]} if rounds == 40_000 else {})
+    # what a run began with stays, however long it grows
+    assert "short" not in choice(*CNN, *keys, LONG, before={"name": "process", "compile": True})
+    assert choice(*CNN, *keys, "rounds=1", before=found) == found
+
+
 @pytest.mark.parametrize("before", [{"name": "process", "compile": False}, {"name": "vmap", "compile": True}])
 def test_a_run_keeps_what_it_began_with(before: dict[str, Any]) -> None:
     found = choice("dataset=mnist5k", "model=logistic", "rounds=20", before=before)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
 from fedsim import stack
+from fedsim.engine import auto
 from fedsim.model.dropout import Dropout, mixed
 from fedsim.runner import Experiment, RunState, initial_state
 
@@ -244,17 +245,23 @@ COMPILED = ["engine.compile=true"]
         (small, ["engine=vmap", "client=perfedavg", "client.variant=hessian_free", "client_optimizer=adam",
                  "schedule=cosine", "client.batch_size=7", "participation.clients_per_round=5", "engine.memory=0.0008",
                  "participation.stragglers=0.5", "rounds=3"]),
+        # the server's half too: memories of aggregator, server optimizer and rule; what clients send and report
+        (small, ["engine=vmap", "client=scaffold", "aggregator=elastic", "server_optimizer=fedadam", "rounds=3"]),
+        (small, ["engine=vmap", "client=loadaboost", "client.epochs=2", "aggregator=fednnnn",
+                 "server_optimizer=fedavgm", "rounds=3"]),
         (experiment, ["engine=sequential", *IMAGES, "model=cnn_emnist", "aggregator=fedavg",
                       "client_optimizer.lr=0.01", "partition=iid", "partition.num_clients=250"]),
-        # B_k of 13 samples: a compiled batch and a short one
+        # B_k of 13 samples: a compiled batch and a short one; 20 to train on, and a last batch of 6 compiled as well
         (experiment, ["engine=sequential", *IMAGES, "model=resnet20", "partition=iid", "partition.num_clients=120",
-                      "partition.sensitivity_fraction=0.4", "client_optimizer.lr=0.001"]),
+                      "partition.sensitivity_fraction=0.4", "client_optimizer.lr=0.001", "client.batch_size=7"]),
     ],
-    ids=["stacked", "one client", "one client's sensitivities"],
+    ids=["stacked", "server, rates", "server, lengths", "one client", "one client's sensitivities"],
 )  # fmt: skip
-def test_compiled_steps(make: Callable[..., Experiment], keys: list[str]) -> None:
+def test_compiled_steps(make: Callable[..., Experiment], keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "COMPILE_CALLS", 0)
     others = [k for k in keys if not k.startswith("engine")]
-    assert compare(make, others, *[k for k in keys if k.startswith("engine")], *COMPILED) < 1e-8
+    bound = ROUNDED if "aggregator=fednnnn" in keys else 1e-8
+    assert compare(make, others, *[k for k in keys if k.startswith("engine")], *COMPILED) < bound
 
 
 WORDS = ["dataset=custom", "dataset.load=sequences.counting", "dataset.test_fraction=0.2", "partition=natural"]

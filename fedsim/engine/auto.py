@@ -13,7 +13,8 @@ keeps it.
                                                    long and has more than one stack; else this one trains alone
     a step is compiled (compile=auto)              where the run has at least COMPILE_CALLS of them in every process,
                                                    a compiler is there, batches have a size, and the model has no loop
-                                                   over time, which would be unrolled
+                                                   over time, which would be unrolled; for a single client's last
+                                                   batch, which may be short, where its size comes as often
 
 Where vmap is meant but the model cannot be stacked, process takes its place.
 """
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -85,8 +87,8 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
             raise check.InputError(f"engine=vmap cannot train this model: {reason}; use engine=process")
         size, workers, calls = plan_of_stacks(engine, work, extent)
         compiles = settled_compile(engine.compile, work, calls, before)
-        settled: Engine = replace(engine, workers=workers, compile=compiles, stack=size)
-        return settled, {"name": name, "stack": size, "workers": workers, "compile": compiles}
+        stacks = replace(engine, workers=workers, compile=compiles, stack=size)
+        return stacks, {"name": name, "stack": size, "workers": workers, "compile": compiles}
     assert isinstance(engine, Sequential | Process)
     workers = 1
     if isinstance(engine, Process):
@@ -94,7 +96,19 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
         engine = replace(engine, workers=workers)
     calls = extent.rounds * extent.steps * extent.clients / workers
     compiles = settled_compile(engine.compile, work, calls, before)
-    return replace(engine, compile=compiles), {"name": name, "workers": workers, "compile": compiles}
+    short = short_batches(work, extent.rounds * extent.clients / workers, before) if compiles else []
+    settled = replace(engine, compile=compiles, short=tuple(short))
+    return settled, {"name": name, "workers": workers, "compile": compiles} | ({"short": short} if short else {})
+
+
+def short_batches(work: Work, turns: float, before: Mapping[str, Any]) -> list[int]:
+    """Sizes of a client's last batch that come often enough in a process to be compiled for: `turns` is how often a
+    process trains a client in the whole run."""
+    if "compile" in before:
+        return list(before.get("short", ()))
+    sizes, counts = np.unique(work.data.sizes % (work.client.batch_size or 1), return_counts=True)
+    often = turns * work.client.epochs * counts / counts.sum() >= COMPILE_CALLS
+    return [int(size) for size in sizes[often] if size]
 
 
 def chosen(engine: Auto, work: Work, extent: Extent) -> str:

@@ -24,6 +24,8 @@ class Process:
     workers: int | None
     threads: int
     compile: bool | str
+    short: Sequence[int] = ()
+    """Sizes of a last batch that are compiled for too, once that is settled."""
     _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -33,7 +35,7 @@ class Process:
         keep_freed_memory()
         torch.set_num_threads(self.threads)  # before the workers are made, which inherit what threads have begun
         if not self._pools:
-            do = OneClient(self.compile is True)
+            do = OneClient(self.compile is True, self.short)
             self._pools.append(Pool(self.workers or os.cpu_count() or 1, self.threads, work, do))
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
@@ -57,6 +59,7 @@ class OneClient:
     """What a worker does with a job: one client, or a batch to be evaluated."""
 
     compile: bool
+    short: Sequence[int]
     program: Program | None = None
     difference: Compiled | None = None
 
@@ -69,6 +72,6 @@ class OneClient:
         if not self.compile:
             return upload(work, train(work, job.clients[0]))
         if self.program is None:
-            self.program = Program(work, stacked=False, compile=True)
+            self.program = Program(work, stacked=False, compile=True, short=self.short)
             self.difference = Compiled(partial(difference, work.task.layers))
         return upload(work, train(work, job.clients[0], self.program), self.difference)

@@ -18,11 +18,13 @@ from fedsim.types import Work
 class Sequential:
     threads: int
     compile: bool | str
+    short: Sequence[int] = ()
+    """Sizes of a last batch that are compiled for too, once that is settled."""
     _do: list[OneClient] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check.resources(None, self.threads, self.compile)
-        self._do.append(OneClient(self.compile is True))
+        self._do.append(OneClient(self.compile is True, self.short))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()

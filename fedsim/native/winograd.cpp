@@ -178,8 +178,8 @@ template <int R, class T> struct Convolution {
         static thread_local Room<T> for_u, for_v, for_m;
         static thread_local std::vector<T> turned;
         turned.resize(k * R * R * c);
-        for (int64_t i = 0; i < k; i++)
-            for (int64_t p = 0; p < R * R; p++)
+        for (int64_t p = 0; p < R * R; p++)
+            for (int64_t i = 0; i < k; i++)
                 for (int64_t j = 0; j < c; j++) turned[(j * R * R + p) * k + i] = f[(i * R * R + p) * c + j];
         const Tiles<T> u = for_u.tiles(c, k);
         take<Filters<R>>(filters<const T>(turned.data(), c, k), u);
