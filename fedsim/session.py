@@ -5,11 +5,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -130,8 +131,9 @@ def draw_partition(folder: RunFolder, data: FederatedData, law: str) -> None:
     from fedsim import plots  # matplotlib takes as long to import as many a round
 
     title = f"{law}, {data.num_clients:,} clients ({data.split.fingerprint()})"
-    path, (table, distances) = folder / "partition.png", label_mixes(data)
+    path, (table, distances) = folder / "partition.tmp.png", label_mixes(data)
     plots.partition(path, table, data.sizes, distances, title, data.dataset.class_names)
+    path.replace(folder / "partition.png")  # whole or not at all: a run that goes on does not draw it again
 
 
 class Session:
@@ -149,6 +151,7 @@ class Session:
         self.id = folder.summary().get("id") or uuid.uuid4().hex[:12]
         self.partition: dict[str, Any] = dict(provenance(exp.data))  # and its numbers, when they are known
         self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
+        self.pencil, self.drawing = ThreadPoolExecutor(1), cast("Future[None] | None", None)
         self.checkpoint = folder / "checkpoint.pt"
         if self.checkpoint.exists():
             self.state, self.elapsed_before = checkpoint.load(self.checkpoint, request.device)
@@ -207,9 +210,11 @@ class Session:
         return RunInfo(request.folder, request.name, self.id, request.config, self.exp.rounds, self.state.round)
 
     def _picture_partition(self) -> None:
-        """After the first round, which need not wait for it."""
-        if not (self.folder / "partition.png").exists():
-            draw_partition(self.folder, self.exp.data, self.request.choices["partition"])
+        """After the first round, beside the next ones: none of them need wait for it."""
+        if self.drawing is None and not (self.folder / "partition.png").exists():
+            self.drawing = self.pencil.submit(
+                draw_partition, self.folder, self.exp.data, self.request.choices["partition"]
+            )
 
     def _finish(self, status: str) -> Summary:
         from fedsim import plots
@@ -217,7 +222,10 @@ class Session:
         with ignoring_signals():
             self._picture_partition()
             plots.curves(self.folder / "curves.png", self.folder.metrics(), self.request.name)
-            return self._write_summary(status)
+            summary = self._write_summary(status)
+            if self.drawing is not None:
+                self.drawing.result()  # raises what it met, when all else is written
+            return summary
 
     def _write_summary(self, status: str) -> Summary:
         exp, request, metrics = self.exp, self.request, self.folder.metrics()

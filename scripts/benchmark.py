@@ -1,7 +1,8 @@
 """How fast a round is: fedsim's engines, plain hand-written PyTorch loops and rival simulators on identical work.
 
     python scripts/benchmark.py [W1 W3 ...] [--repeats 5] [--seconds 4] [--json FILE]        (also: make bench)
-    python scripts/benchmark.py --growth FOLDER | --profile | --elastic       (pictures; shares of time; sensitivities)
+    python scripts/benchmark.py --growth FOLDER                                             (time and memory, pictures)
+    python scripts/benchmark.py [W1 ...] --profile | --overhead | --elastic          (where a round's time goes instead)
 
 A plain loop trains one client after another on tensors in memory, resets the model in place and uses no DataLoader:
 in this process with as many threads as cores, and in as many processes as cores with one thread each. Peers are those
@@ -25,7 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -40,9 +43,12 @@ from fedsim import build
 from fedsim.check import InputError
 from fedsim.cli import register_resolvers
 from fedsim.data import PAD
+from fedsim.folder import RunFolder
 from fedsim.model.dropout import Dropout
 from fedsim.overrides import CONF
+from fedsim.program import Loop
 from fedsim.runner import Experiment, RunState, initial_state, play
+from fedsim.session import Request, Session
 
 COMMON = (
     "aggregator=fedavg partition.sensitivity_fraction=0 schedule=constant client.epochs=1 eval.every=1000000 "
@@ -379,6 +385,16 @@ KINDS = {
 }
 
 
+def in_one_process(workload: str) -> Experiment:
+    """What engine=auto would run, or one of its workers."""
+    overrides = WORKLOADS[workload][1].split()
+    exp, _ = experiment([*overrides, "engine.workers=1"], "auto")
+    if exp.engine_choice["name"] == "process":
+        compiled = str(exp.engine_choice["compile"]).lower()
+        exp, _ = experiment([*overrides, f"engine.compile={compiled}"], "sequential")
+    return exp
+
+
 def profile(workload: str) -> dict[str, Any]:
     """Where a round's time goes, in one process, and how far the arithmetic is from the GEMM rate."""
     from torch.profiler import ProfilerActivity
@@ -386,12 +402,8 @@ def profile(workload: str) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     torch._inductor.config.cpp.enable_kernel_profile = True
-    overrides = WORKLOADS[workload][1].split()
-    exp, _ = experiment([*overrides, "engine.workers=1"], "auto")
-    choice = dict(exp.engine_choice)
-    if choice["name"] == "process":  # what each of its workers does
-        exp, _ = experiment([*overrides, f"engine.compile={str(choice['compile']).lower()}"], "sequential")
-    plain, _ = experiment(overrides, "sequential")
+    exp = in_one_process(workload)
+    plain, _ = experiment(WORKLOADS[workload][1].split(), "sequential")
     counter = FlopCounterMode(display=False)
     with counter:
         play(plain, initial_state(plain))
@@ -419,6 +431,40 @@ def profile(workload: str) -> dict[str, Any]:
         "gflop_per_s": flops / seconds / 1e9,
         "gemm_gflop_per_s": gemm_rate(),
     }
+
+
+ROUNDS = {"W1": 3000, "W2": 9, "W3": 15, "W4": 15, "W5": 6, "W6": 15}
+"""That overheads are means over."""
+
+
+def overhead(workload: str) -> dict[str, float]:
+    """What a round takes beside the clients' arithmetic, in one process, as a run plays it: who trains, on what,
+    aggregation, metrics, CSV files. Arithmetic is the time inside the (compiled) steps."""
+    rounds = ROUNDS[workload]
+    exp = replace(in_one_process(workload), rounds=rounds)
+    inside, ends, step = [0.0], list[tuple[float, float]](), Loop.__call__
+
+    def timed(*given: Any, **more: Any) -> Any:
+        begun = time.perf_counter()
+        result = step(*given, **more)
+        inside[0] += time.perf_counter() - begun
+        return result
+
+    with TemporaryDirectory() as folder, patch.object(Loop, "__call__", timed), RunFolder(Path(folder)) as run_folder:
+        choices, config = {"partition": "iid"}, {"checkpoint": {"every": 10**9}}
+        session = Session(Request(Path(folder), "", config, choices, [], build.device("auto")), run_folder, exp, [])
+        log = session.csv.log
+
+        def logged(row: Any, layers: Any) -> None:
+            log(row, layers)
+            ends.append((time.perf_counter(), inside[0]))
+
+        with patch.object(session.csv, "log", logged):
+            session.play()
+    (begun, before), (ended, after) = ends[rounds // 3], ends[-2]  # the picture of the partition is done by then
+    count = len(ends) - 2 - rounds // 3
+    whole, arithmetic = (ended - begun) / count, (after - before) / count
+    return {"round_ms": 1e3 * whole, "overhead_ms": 1e3 * (whole - arithmetic), "share": 1 - arithmetic / whole}
 
 
 GROWTH = "dataset=synthetic model=logistic partition=iid client.batch_size=5"
@@ -514,6 +560,7 @@ def main() -> None:
     parser.add_argument("--growth", type=Path, metavar="FOLDER", help="draw time and memory against clients instead")
     parser.add_argument("--profile", action="store_true", help="say where a round's time goes instead")
     parser.add_argument("--elastic", action="store_true", help="compare elastic's round with the naive one instead")
+    parser.add_argument("--overhead", action="store_true", help="say what a round takes beside arithmetic instead")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--grown", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -540,8 +587,9 @@ def tell(given: argparse.Namespace) -> None:
     }
     for name in given.workloads or WORKLOADS:
         title, _ = WORKLOADS[name]
-        if given.profile or given.elastic:
-            found = profile(name) if given.profile else elastic(name, given.repeats)
+        if given.profile or given.elastic or given.overhead:
+            alone = profile(name) if given.profile else overhead(name) if given.overhead else None
+            found = alone or elastic(name, given.repeats)
             results[name] = {"title": title, **found}
             console.print(name, results[name])
         else:

@@ -2,6 +2,8 @@
 began with: the real command, on data of a user's own."""
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -108,22 +110,37 @@ def test_a_run_stopped_while_its_partition_is_drawn_is_interrupted(
 ) -> None:
     from fedsim import cli, plots
 
-    draw, signals = plots.partition, [KeyboardInterrupt()]
+    draw = plots.partition
 
     def stopped(*args: Any) -> None:
-        if signals:
-            raise signals.pop()
+        os.kill(os.getpid(), signal.SIGINT)
         draw(*args)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plots, "partition", stopped)
-    monkeypatch.setattr("sys.argv", ["fedsim", "dataset=synthetic"])
+    monkeypatch.setattr("sys.argv", ["fedsim", "dataset=synthetic", "rounds=100000", "engine=sequential"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 130
-    folder = tmp_path / "outputs" / "dataset=synthetic"
-    assert (summary(folder)["status"], summary(folder)["rounds"]) == ("interrupted", 1)
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert summary(folder)["status"] == "interrupted"
     assert (folder / "partition.png").exists()
+
+
+def test_a_partition_that_cannot_be_drawn_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedsim import cli, plots
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "partition", full)
+    monkeypatch.setattr("sys.argv", ["fedsim", "dataset=synthetic", "rounds=2"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code != 0
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert (summary(folder)["status"], summary(folder)["rounds"]) == ("finished", 2)
 
 
 def test_a_cache_that_may_only_be_read_is_good_enough(fedsim: Command) -> None:
