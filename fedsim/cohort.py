@@ -5,7 +5,7 @@ An aggregator that truly needs every model (PFNM) says so; it alone is given the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class Cohort:
     """sum_k w_k ||delta_k||, likewise. N <= E everywhere."""
     loss: Tensor
     """sum_k w_k (mean training loss of client k)."""
-    states: dict[int, State]
+    states: dict[int, State] = field(default_factory=dict)
     """What clients keep for their next round."""
     length: Tensor = field(default_factory=lambda: torch.zeros(()))
     """sum_k w_k ||delta_k|| of the whole model, as the server knows it: E, or what privacy leaves of it."""
@@ -60,6 +60,18 @@ class Cohort:
     members: Sequence[Member] = ()
     """Each client's upload, for an aggregator that is `individual`."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """A cohort that has yet to train: that is the first half of the server's program."""
+
+    train: Callable[[Model, State, Any], Cohort]
+    """A pure function of the model, of what the client rule sends beside it, and of `given`."""
+    given: Any
+    """A tree of tensors."""
+    count: int
+    """How many clients."""
 
 
 @dataclass(frozen=True)
@@ -156,25 +168,32 @@ class CohortSum:
         self._reports += part.reports
 
     def result(self) -> Cohort:
-        total, server = self._sum.total(), self._work.server
-        buffers = {n: _as(t, server.buffers[n].dtype) for n, t in total["buffers"].items()}
-        return Cohort(
-            server=server,
-            delta=total["delta"],
-            buffers=buffers if self._count else server.buffers,
-            measured=total.get("measured"),
-            N=self._layers.norms(total["delta"]),
-            E=self._E,
-            loss=self._loss,
+        cohort = reduced(self._layers, self._work.server, self._sum.total(), self._E, self._loss, self._count)
+        return replace(
+            cohort,
             states=self._states,
-            length=total["length"][""][0] if "length" in total else self._E[-1],
-            count=self._count,
             staleness=self._work.staleness,
-            sent=total.get("sent"),
             reports=self._reports,
             members=self._members,
             metrics=self._sum.metrics(),
         )
+
+
+def reduced(layers: Layers, server: Model, total: State, E: Tensor, loss: Tensor, count: int) -> Cohort:
+    """So many clients, from their sums."""
+    buffers = {n: _as(t, server.buffers[n].dtype) for n, t in total["buffers"].items()}
+    return Cohort(
+        server=server,
+        delta=total["delta"],
+        buffers=buffers if count else server.buffers,
+        measured=total.get("measured"),
+        N=layers.norms(total["delta"]),
+        E=E,
+        loss=loss,
+        length=total["length"][""][0] if "length" in total else E[-1],
+        count=count,
+        sent=total.get("sent"),
+    )
 
 
 def _summable(buffer: Tensor) -> torch.dtype:

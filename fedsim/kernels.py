@@ -12,7 +12,7 @@ from torch.library import Library, register_fake
 from fedsim.native import winograd
 
 aten = torch.ops.aten
-FEW_OUTPUTS = 16
+FEW = 16
 
 # Under names of our own torch's kernels are left alone by the compiler. (torch.library.custom_op would check every call
 # for a tenth of a millisecond.)
@@ -106,12 +106,20 @@ def _last(x: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Any:
-    """A stack's layers with few outputs, as sums that the compiler vectorises: MKL's kernels are for wider ones."""
-    rowwise = a.stride(2) == 1 and b.stride(1) == 1
-    if b.shape[2] > FEW_OUTPUTS or a.shape[2] < FEW_OUTPUTS or not rowwise:
-        return NotImplemented
-    a, b = (t.as_strided(t.shape, t.stride()) for t in (a, b))  # which the compiler then has in memory
-    return (a.unsqueeze(2) * b.transpose(1, 2).unsqueeze(1)).sum(-1)
+    """A stack's small products as sums that the compiler vectorises, together with what comes before and after: MKL's
+    kernels are for larger ones."""
+    depth, columns = b.shape[1:]
+    if depth <= FEW and columns > FEW and b.stride(2) == 1:  # a weight's gradient: a sum over the few samples
+        return (a.unsqueeze(3) * in_memory(b).unsqueeze(1)).sum(2)
+    if columns <= FEW and depth > FEW and a.stride(2) == 1 and b.stride(1) == 1:  # a layer with few outputs
+        a, b = in_memory(a), in_memory(b)
+        return (a.unsqueeze(2) * b.transpose(1, 2).unsqueeze(1)).sum(-1)
+    return NotImplemented
+
+
+def in_memory(t: Tensor) -> Tensor:
+    """As it is; but the compiler then has it in memory, and does not compute it again wherever it is used."""
+    return t.as_strided(t.shape, t.stride())
 
 
 Decompositions = dict[Any, Callable[..., Any]]
@@ -122,3 +130,10 @@ CHANNELS_LAST: Decompositions = {
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
 }
+
+
+def forms(stacked: bool, device: torch.device) -> Decompositions:
+    """Which operations of a program have a form of their own."""
+    if device.type != "cpu":
+        return {}
+    return STACKED if stacked else CHANNELS_LAST

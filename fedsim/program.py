@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fedsim import kernels
 from fedsim.data import ClientData
-from fedsim.kernels import CHANNELS_LAST, STACKED, Decompositions
+from fedsim.kernels import Decompositions
 from fedsim.model.dropout import KEY
 from fedsim.trees import leaves, mapped, rebuilt
 from fedsim.types import Batch, Context, Model, State, Tree, Work
@@ -124,20 +125,24 @@ class Loop:
     def __init__(
         self,
         step: Callable[[Any, Any, Moments], Any],
+        inputs: Callable[[Tensor], Tensor],
         stacked: bool,
         in_dims: tuple[int | None, ...],
         masked: bool,
         compile: bool,
         forms: Decompositions,
         unroll: int,
+        whole: bool = False,
     ) -> None:
-        """`in_dims`: what of `constant` has the clients' dimension."""
-        self._step, self._stacked, self._in_dims = step, stacked, in_dims
+        """`inputs` of the samples as they are stored; `in_dims`: what of `constant` has the clients' dimension."""
+        self._step, self._inputs, self._stacked, self._in_dims = step, inputs, stacked, in_dims
         self.masked = masked
         """Whether a step may be nobody's, or only some clients': those without a sample stay as they are."""
         self.unroll = unroll
         """Steps in a call."""
-        self._compiled = {a: Compiled(self._take(a), forms) for a in (True, False)} if compile else None
+        self.whole = whole
+        """Whether one call takes all steps there are in a round."""
+        self._compiled = {a: Compiled(self.take(a), forms) for a in (True, False)} if compile else None
 
     def __call__(
         self,
@@ -155,11 +160,11 @@ class Loop:
                 if self._compiled and compiled:
                     carry = self._compiled[alike](carry, constant, given, names=names)
                 else:
-                    carry = self._take(alike)(carry, constant, given)
+                    carry = self.take(alike)(carry, constant, given)
                 alike = False
         return carry
 
-    def _take(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
+    def take(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
         """Several of them, the first perhaps from one place for all."""
 
         def take(carry: Any, constant: Any, given: Moments) -> Any:
@@ -167,7 +172,9 @@ class Loop:
                 step, here = self._once, None if alike and place == 0 else 0
                 if self._stacked:
                     step = vmap(step, in_dims=(here, self._in_dims, 0))
-                carry = step(carry, constant, mapped(lambda t, place=place: t[place], given))
+                moment = mapped(lambda t, place=place: t[place], given)
+                moment["batches"] = [(self._inputs(x), *y) for x, *y in moment["batches"]]
+                carry = step(carry, constant, moment)
             return carry
 
         return take
@@ -194,16 +201,19 @@ class Program:
         """What a single client's batch may have, as numbers and as a step is given them."""
         small = sum(p.numel() for p in work.model.params.values()) <= SMALL
 
-        def unrolled(masked: bool, largest: int, width: int | None, epochs: int = 1) -> int:
-            """As many steps as the client with most samples takes, in equal pieces of at most UNROLL."""
-            steps = epochs * -(-largest // width) if masked and small and width else 1
-            return -(-steps // -(-steps // UNROLL)) if steps else 1
+        def unrolled(masked: bool, largest: int, width: int | None, epochs: int = 1) -> tuple[int, bool]:
+            """As many steps as the client with most samples takes, in equal pieces of at most UNROLL; and whether
+            that is a single piece."""
+            if not (masked and small and width):
+                return 1, False
+            steps = max(epochs * -(-largest // width), 1)
+            return -(-steps // -(-steps // UNROLL)), steps <= UNROLL
 
         masked = stacked and compile and not self.task.mixes and batch_size is not None
-        unroll = unrolled(masked, int(data.sizes.max()), batch_size, work.client.epochs)
+        pieces = unrolled(masked, int(data.sizes.max()), batch_size, work.client.epochs)
         dims: tuple[int | None, ...] = (0, None, None, None)
-        forms = (STACKED if stacked else CHANNELS_LAST) if data.dataset.train_x.device.type == "cpu" else {}
-        self.training = Loop(self._descend, stacked, dims, masked, compile, forms, unroll)
+        forms = kernels.forms(stacked, data.dataset.train_x.device)
+        self.training = Loop(self._descend, self._inputs, stacked, dims, masked, compile, forms, *pieces)
         self.probe, self.probing = work.probe, cast(Loop, None)
         if self.probe is not None:
             self.probe_size = self.probe.batch_size or batch_size
@@ -214,9 +224,9 @@ class Program:
             """What batches are filled up to, with rows that count nowhere; the last holds any."""
             mixes = self.probe.mixes and self.task.mixes
             masked = stacked and compile and not mixes and self.probe_size is not None
-            unroll = unrolled(masked, int(held.max()), self.probe_widths[-1])
+            pieces = unrolled(masked, int(held.max()), self.probe_widths[-1])
             dims = (None, None if masked else 0)  # batch norm changes its copy of the buffers
-            self.probing = Loop(self._measure, stacked, dims, masked, compile, forms, unroll)
+            self.probing = Loop(self._measure, self._inputs, stacked, dims, masked, compile, forms, *pieces)
 
     def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], compiled: bool = True) -> Carry:
         constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
@@ -224,7 +234,7 @@ class Program:
 
     def _descend(self, carry: Any, constant: Any, moment: Moments) -> Any:
         (params, buffers, state, loss_sum), (own, model, shared, lr) = carry, constant
-        batch, *extra = [(self._inputs(x), y) for x, y in moment["batches"]]
+        batch, *extra = moment["batches"]
         # The rate is a tensor, so that a program serves all rounds of a schedule.
         context = Context(self.task, Model(*model), shared, own, cast(ClientData, Given(iter(extra))), lr)
         statistics = {n: b.clone() for n, b in buffers.items()} | ({KEY: moment["key"]} if self.task.drops else {})
@@ -235,14 +245,16 @@ class Program:
 
     def _measure(self, found: Any, model: Any, moment: Moments) -> Any:
         assert self.probe is not None
-        x = self._inputs(moment["batches"][0][0])
+        (x,) = moment["batches"][0]
         return self.laid_out(self.probe.step(self.task, Model(*model), found, x, moment.get("there")))
 
     def _inputs(self, stored: Tensor) -> Tensor:
-        """A single client's convolutions run fastest with channels last (oneDNN would reorder everything it is given);
-        a stack's become grouped convolutions, for which there is no such rule."""
+        """Of one client or of a stack. A single client's convolutions run fastest with channels last (oneDNN would
+        reorder everything it is given); a stack's become grouped convolutions, for which there is no such rule."""
         x = self.data.inputs(stored)
-        return x.contiguous(memory_format=torch.channels_last) if self._channels_last(x) else x
+        if self._channels_last(x):
+            return x.contiguous(memory_format=torch.channels_last)
+        return kernels.in_memory(x) if self.compile else x
 
     def laid_out(self, tree: Tree) -> Tree:
         """Parameters as the program wants them."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim import check, personal, shared_data
-from fedsim.cohort import Cohort
+from fedsim.cohort import Cohort, Untrained
 from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
 from fedsim.evaluation import TEST, TRAIN
@@ -181,8 +181,8 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     # A round that too few clients answer for the masks to be lifted is void, as one that nobody answers.
     clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []
     work = assign(exp, state, turn)
-    cohort = exp.engine(work, clients, weights(exp, clients))
-    after, learned = learn(exp, state, cohort) if clients else (state, None)
+    trained = exp.engine(work, clients, weights(exp, clients))
+    after, cohort, learned = learn(exp, state, trained)
     row, layer_rows = measure(exp, state, work, cohort, learned, after)
     row |= account(exp, state, turn, after.model)
     row["clients/arrived"], row["client_lr"] = len(clients), work.lr
@@ -197,9 +197,12 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     return after, row, layer_rows
 
 
-def learn(exp: Experiment, state: RunState, cohort: Cohort) -> tuple[RunState, Learned]:
-    """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept."""
-    learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
+def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple[RunState, Cohort, Learned | None]:
+    """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept.
+    From nobody nothing is learned."""
+    if isinstance(cohort, Cohort) and not cohort.count:
+        return state, cohort, None
+    cohort, learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
     after = replace(
         state,
         model=learned.model,
@@ -208,7 +211,7 @@ def learn(exp: Experiment, state: RunState, cohort: Cohort) -> tuple[RunState, L
         rule=learned.rule,
         clients={**state.clients, **cohort.states} if cohort.states else state.clients,
     )
-    return after, learned
+    return after, cohort, learned
 
 
 def account(exp: Experiment, state: RunState, turn: Turn, model: Model) -> Row:
@@ -251,6 +254,7 @@ def assign(exp: Experiment, state: RunState, turn: Turn) -> Work:
         sampled=turn.sampled,
         staleness=state.round - turn.version,
         foreseen=exp.foreseen,
+        whole=exp.server.compiles,
     )
 
 
@@ -351,7 +355,7 @@ def fetch(
             # Whole numbers are divided as such; a count that lies on the device is not waited for.
             scalars[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
     pieces = [t.reshape(-1) for t in scalars.values()] + list(vectors.values())
-    flat: list[float] = torch.cat([t.to(torch.float32) for t in pieces]).tolist()
+    flat: list[float] = torch.cat([t if t.dtype == torch.float32 else t.float() for t in pieces]).tolist()
     row: Row = dict(zip(scalars, flat, strict=False))
     for name, e in evaluations.items():
         if e.correct is not None and isinstance(e.count, int):

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedsim import growth
-from fedsim.cohort import Cohort
+from fedsim import growth, kernels
+from fedsim.cohort import Cohort, Untrained
 from fedsim.layers import Layers
 from fedsim.program import Compiled
 from fedsim.types import Aggregator, Client, Direction, Model, Optimizer, State, Tree
@@ -39,33 +39,46 @@ class Server:
     ) -> None:
         self._aggregator, self._optimizer, self._client = aggregator, optimizer, client
         self._layers, self._num_clients = layers, num_clients
-        self._compiled = Compiled(self._on_trees) if compile else None
-        self._cohort: Cohort
+        device = layers.members.device
+        self._compiled = Compiled(self._on_trees, kernels.forms(True, device)) if compile else None
+        self._cohort: Cohort | Untrained
 
-    def __call__(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
-        """From what was known before it."""
+    @property
+    def compiles(self) -> bool:
+        return self._compiled is not None
+
+    def __call__(
+        self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort | Untrained
+    ) -> tuple[Cohort, Learned]:
+        """The cohort, trained by now, and what was learned from it, given what was known before."""
         if self._compiled is None:
-            return self._learned(model, aggregator, server, rule, cohort)
+            assert isinstance(cohort, Cohort)
+            return cohort, self._learned(model, aggregator, server, rule, cohort)
         self._cohort = cohort
-        sums = {name: getattr(cohort, name) for name in ("delta", "buffers", "measured", "N", "E", "length", "sent")}
-        sums["reports"] = list(cohort.reports)
         # What is no tensor is part of the program: another number of clients, another program.
-        given = (model.params, model.buffers), (aggregator, server, rule), sums
-        found = self._compiled(*given, names=[str(cohort.count)])
-        del self._cohort
-        (params, buffers), (aggregator, server, rule), (tree, metrics, layers), moved = found
+        names = [type(cohort).__name__, str(cohort.count)]
+        given = cohort.given if isinstance(cohort, Untrained) else sums(cohort)
+        found = self._compiled((model.params, model.buffers), (aggregator, server, rule), given, names=names)
+        (params, buffers), (aggregator, server, rule), (tree, metrics, layers), moved, summed = found
         said = Direction(tree, metrics=metrics, layers=layers)
-        return Learned(Model(params, buffers), aggregator, server, rule, said, moved)
+        if isinstance(cohort, Untrained):
+            cohort = Cohort(server=model, count=cohort.count, **summed)
+        return cohort, Learned(Model(params, buffers), aggregator, server, rule, said, moved)
 
-    def _on_trees(self, model: Any, memories: Any, sums: Any) -> Any:
-        before, (aggregator, server, rule) = Model(*model), memories
-        after = self._learned(before, aggregator, server, rule, replace(self._cohort, server=before, **sums))
+    def _on_trees(self, model: Any, memories: Any, given: Any) -> Any:
+        before, (aggregator, server, rule), cohort = Model(*model), memories, self._cohort
+        if isinstance(cohort, Untrained):
+            trained = cohort.train(before, rule, given)
+        else:
+            trained = replace(cohort, server=before, **given)
+        after = self._learned(before, aggregator, server, rule, trained)
         said = after.direction
         return (
             (after.model.params, after.model.buffers),
             (after.aggregator, after.server, after.rule),
             (said.tree, said.metrics, said.layers),
             after.moved,
+            sums(trained) if isinstance(cohort, Untrained) else {},
         )
 
     def _learned(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
@@ -84,6 +97,12 @@ class Server:
             direction,
             self._layers.norms(way(model.params, params)),
         )
+
+
+def sums(cohort: Cohort) -> dict[str, Any]:
+    """What of a cohort is tensors."""
+    names = ("delta", "buffers", "measured", "N", "E", "loss", "length", "sent")
+    return {name: getattr(cohort, name) for name in names} | {"reports": list(cohort.reports)}
 
 
 def way(before: Tree, after: Tree) -> Tree:

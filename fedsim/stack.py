@@ -78,7 +78,7 @@ class Sums:
 
     def __init__(self, layers: Layers, size: int, compile: bool) -> None:
         self._layers, self._size = layers, size
-        self._compiled = Compiled(self._sums) if compile else None
+        self._compiled = Compiled(self.sums) if compile else None
 
     def __call__(self, work: Work, weights: Sequence[float], count: int, stack: Trained) -> Partial:
         """`count` clients are in the whole cohort."""
@@ -86,7 +86,7 @@ class Sums:
         uploads = {"buffers": end.model.buffers} | ({} if stack.measured is None else {"measured": stack.measured})
         sent = {} if end.sent is None else {"sent": end.sent}
         # One that is not full has a size of its own, which may never come again.
-        sums = self._compiled if self._compiled and len(weights) == self._size else self._sums
+        sums = self._compiled if self._compiled and len(weights) == self._size else self.sums
         given = work.server.params, end.model.params, uploads, sent, stack.loss, stack.seen, w
         trees, E, loss = sums(*given)
         if end.sent is not None:
@@ -95,7 +95,7 @@ class Sums:
         states = {k: mapped(torch.clone, at(stack.kept, place)) for place, k in enumerate(stack.clients) if stack.kept}
         return Partial(trees, E, loss, states, [] if end.report is None else list(end.report))
 
-    def _sums(
+    def sums(
         self, server: Tree, params: Tree, uploads: State, sent: State, loss: Tensor, seen: Tensor, w: Tensor
     ) -> tuple[State, Tensor, Tensor]:
         """(sum_k w_k of every upload, of the norms and of the mean losses), and the plain sum of what is `sent`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fedsim.cohort import Cohort
+    from fedsim.cohort import Cohort, Untrained
     from fedsim.data import ClientData, FederatedData
     from fedsim.privacy.channel import Privacy
     from fedsim.task import Evaluation, Task
@@ -292,12 +292,14 @@ class Work:
     """Updates the server has made since the clients were sent their model."""
     foreseen: Callable[[int], Sequence[int] | None] = nobody_knows
     """Who will train in a round that is yet to come, where that is known."""
+    whole: bool = False
+    """Whether the server's half of the round is a program that may begin with the clients' (`Untrained`)."""
 
 
 class Engine(Protocol):
     """Trains the cohort and reduces it. Neither algorithms nor aggregators can see which engine runs them."""
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort": ...
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort | Untrained": ...
     def evaluate(self, work: Work, part: str, batch_size: int) -> "Evaluation":
         """Of work.model, on the `test` set or on what the clients `train` on."""
         ...

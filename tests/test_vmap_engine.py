@@ -6,6 +6,7 @@ In float64 the two engines agree to 1e-9, so that what is left in float32 is rou
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
 from fedsim import stack
+from fedsim.cohort import Untrained
 from fedsim.engine import auto
 from fedsim.model.dropout import Dropout, mixed
 from fedsim.runner import Experiment, RunState, initial_state
+from fedsim.server import Server
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 BOUND, ROUNDED = 1e-9, 1e-6
@@ -262,6 +265,34 @@ def test_compiled_steps(make: Callable[..., Experiment], keys: list[str], monkey
     others = [k for k in keys if not k.startswith("engine")]
     bound = ROUNDED if "aggregator=fednnnn" in keys else 1e-8
     assert compare(make, others, *[k for k in keys if k.startswith("engine")], *COMPILED) < bound
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["aggregator=elastic", "server_optimizer=fedavgm", "schedule=cosine", "rounds=3"],
+        # several batches to measure on, whose mean is taken; some have fewer than others
+        ["aggregator=elastic", "aggregator.sensitivity=average", "aggregator.batch_size=8",
+         "partition.sensitivity_fraction=0.3", "partition.sigma=0.5", "client_optimizer=adam", "rounds=2"],
+        ["client=fedprox", "aggregator=fednnnn", "server_optimizer=fedyogi", "model=mlp", "model.hidden=[6]",
+         "client.epochs=2", "rounds=3"],
+    ],
+    ids=["elastic", "average", "fednnnn"],
+)  # fmt: skip
+def test_a_round_as_one_program(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring, steps, sums and the server's half."""
+    played: list[type] = []
+    learn = Server._learned
+
+    def learned(self: Server, *given: Any) -> Any:
+        played.append(type(self._cohort) if self.compiles else Server)
+        return learn(self, *given)
+
+    monkeypatch.setattr(Server, "_learned", learned)
+    bound = ROUNDED if "aggregator=fednnnn" in keys else 1e-8
+    keys = [*keys, "client.batch_size=20"]
+    assert compare(small, keys, "engine=vmap", *COMPILED) < bound
+    assert [kind for kind in played if kind is not Server] == [Untrained]  # recorded once, for all rounds
 
 
 WORDS = ["dataset=custom", "dataset.load=sequences.counting", "dataset.test_fraction=0.2", "partition=natural"]

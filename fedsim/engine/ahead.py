@@ -83,9 +83,9 @@ class Ahead:
 
     def take(self, round: int, clients: Sequence[int]) -> Ready | None:
         """What was made for this round, until the next one is asked for; None, where nothing was."""
-        if not self._end.alive:
-            return None
         number, before = round - self._first, self._at
+        if number < 0 or not self._end.alive:  # the round it was begun in
+            return None
         self._at = number
         if number <= before or not self._tell(number):  # a round again, or nobody there
             self._end()
@@ -120,8 +120,10 @@ def last(heard: bytes) -> int:
     return number
 
 
-def shortened(moments: Any, steps: int) -> Any:
-    return mapped(lambda t: t if len(t) == steps else t[:steps], moments)
+def shortened(moments: Moments | None, steps: int) -> Any:
+    if moments is None or len(moments["size"]) == steps:
+        return moments
+    return mapped(lambda t: t[:steps], moments)
 
 
 def shared(t: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 from fedsim import check, evaluation, stack
-from fedsim.cohort import Cohort, CohortSum, Partial, Upload
-from fedsim.engine.ahead import Ahead, worth_it
+from fedsim.cohort import Cohort, CohortSum, Partial, Untrained, Upload
+from fedsim.engine.ahead import Ahead, made, worth_it
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.program import Program
 from fedsim.task import Evaluation
 from fedsim.types import Work
+from fedsim.whole import Whole, possible
 
 CACHE_MB, GPU_MB = 2, 512
 """Parameters stacked at a time: on a CPU what its cache holds beside gradients and samples."""
@@ -38,15 +39,18 @@ class Vmap:
             check.number("memory", self.memory, gt=0)
         check.resources(self.workers, self.threads, self.compile)
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Untrained:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
         if not self._do:
             size = self.stack or stack_size(work, self.memory, len(clients))
             self._do.append(OneStack(size, self.compile is True))
-        total, weight = CohortSum(work, len(clients)), dict(zip(clients, weights, strict=True))
+        weight = dict(zip(clients, weights, strict=True))
         stacks = stack.cut(work, clients, self._do[0].size)
         jobs = [Job(members, [weight[k] for k in members], len(clients)) for members in stacks]
+        if len(jobs) == 1 and (whole := self._do[0].untrained(work, jobs[0])):
+            return whole
+        total = CohortSum(work, len(clients))
         alone: dict[int, Upload] = {}
         for members, done in zip(stacks, self._done(work, jobs), strict=True):
             if isinstance(done, Partial):
@@ -87,15 +91,31 @@ class OneStack:
     program: Program | None = None
     sums: stack.Sums | None = None
     ahead: Ahead | None = None
+    whole: Whole | None = None
 
     def __call__(self, work: Work, job: Job) -> Partial | list[Upload]:
-        ready = self.ahead.take(work.round, job.clients) if self.ahead is not None else None
+        program, sums = self._prepared(work, job)
+        done = stack.train(work, job.clients, program, self.size, self._ready(work, job))
+        if work.individual or (work.privacy is not None and work.privacy.active):
+            return stack.apart(work, done)
+        return sums(work, job.weights, job.cohort, done)
+
+    def untrained(self, work: Work, job: Job) -> Untrained | None:
+        """A cohort of one stack, where the server's program can begin with it."""
+        program, _ = self._prepared(work, job)
+        if self.whole is None or len(job.clients) < self.size:
+            return None
+        return self.whole(work, job.weights, self._ready(work, job) or made(work, program, self.size, job.clients))
+
+    def _prepared(self, work: Work, job: Job) -> tuple[Program, stack.Sums]:
         if self.program is None or self.sums is None:
             self.program = Program(work, stacked=True, compile=self.compile)
             self.sums = stack.Sums(work.task.layers, self.size, self.compile)
+            if possible(work, self.program):
+                self.whole = Whole(work, self.program, self.sums)
             if worth_it(work, self.program, job.cohort, self.size):
                 self.ahead = Ahead(work, self.program, self.size)
-        done = stack.train(work, job.clients, self.program, self.size, ready)
-        if work.individual or (work.privacy is not None and work.privacy.active):
-            return stack.apart(work, done)
-        return self.sums(work, job.weights, job.cohort, done)
+        return self.program, self.sums
+
+    def _ready(self, work: Work, job: Job) -> stack.Ready | None:
+        return None if self.ahead is None else self.ahead.take(work.round, job.clients)

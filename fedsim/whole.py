@@ -1,0 +1,51 @@
+"""A round of small models as one program: what the clients measure, their steps and their sums; the server's half comes
+behind it (`server.py`). Calls take longer than such models' arithmetic, and what goes from one to the next has to be
+written and read again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.func import vmap
+
+from fedsim.client.sgd import Sgd
+from fedsim.cohort import Cohort, Untrained, reduced
+from fedsim.program import Program
+from fedsim.stack import Ready, Sums
+from fedsim.types import Model, State, Work
+
+
+def possible(work: Work, program: Program) -> bool:
+    """Clients that begin alike, take a few steps as they come, and keep nothing; all of them in one stack."""
+    rule = type(work.client)
+    plain = rule.start is Sgd.start and rule.plan is Sgd.plan and rule.finish is Sgd.finish
+    plain = plain and not (work.client.extra_batches or work.optimizer.persist_state)
+    return work.whole and plain and program.training.whole and (work.probe is None or program.probing.whole)
+
+
+class Whole:
+    def __init__(self, work: Work, program: Program, sums: Sums) -> None:
+        self._program, self._sums, self._layers = program, sums, work.task.layers
+
+    def __call__(self, work: Work, weights: Sequence[float], ready: Ready) -> Untrained:
+        some = next(iter(work.model.params.values()))
+        given = {"steps": ready.moments, "numbers": some.new_tensor([work.lr, *weights])}
+        given |= {} if ready.probe is None else {"probe": ready.probe}
+        return Untrained(self._round, given, len(weights))
+
+    def _round(self, model: Model, shared: State, given: Any) -> Cohort:
+        program, params, sent = self._program, model.params, (model.params, model.buffers)
+        lr, w = given["numbers"][0], given["numbers"][1:]
+        uploads: State = {}
+        if program.probe is not None:
+            nothing = {n: torch.zeros_like(p) for n, p in params.items()}
+            uploads["measured"] = program.probing.take(True)(nothing, sent, given["probe"])
+            if program.probe.end is not None:
+                batches = (given["probe"]["size"] > 0).sum(0).clamp_min(1)
+                uploads["measured"] = vmap(program.probe.end)(uploads["measured"], batches)
+        start = (*sent, program.optimizer.init(params), torch.zeros_like(lr))
+        after = program.training.take(True)(start, ({}, sent, shared, lr), given["steps"])
+        seen = given["steps"]["size"].sum(0).clamp_min(1)
+        uploads["buffers"] = after[1]
+        trees, E, loss = self._sums.sums(params, after[0], uploads, {}, after[3], seen, w)
+        return reduced(self._layers, model, trees, E, loss, len(w))
