@@ -6,7 +6,6 @@ An aggregator that truly needs every model (PFNM) says so; it alone is given the
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,19 +90,14 @@ class Upload:
     """For an aggregator that is `individual`."""
 
 
-def difference(layers: Layers, server: Tree, params: Tree) -> tuple[Tree, Tensor]:
-    """(theta - theta_k, its norms)."""
-    delta = {n: p - params[n] for n, p in server.items()}
-    return delta, layers.norms(delta)
-
-
-def upload(work: Work, result: LocalResult, compiled: Callable[[Tree, Tree], Any] | None = None) -> Upload:
-    """The client's last arithmetic; `compiled` is `difference`, if it is."""
-    take = compiled or partial(difference, work.task.layers)
-    delta, norms = take(work.server.params, result.params)
+def upload(work: Work, result: LocalResult) -> Upload:
+    """The client's last arithmetic: theta - theta_k and its norms."""
+    server = work.server.params
+    differences = torch._foreach_sub([*server.values()], [result.params[n] for n in server])
+    delta = dict(zip(server, differences, strict=True))
     return Upload(
         delta,
-        norms,
+        work.task.layers.norms(delta),
         result.buffers,
         result.measured,
         result.loss,

@@ -13,6 +13,8 @@ from torch import Tensor
 from fedsim import check, rng
 from fedsim.types import Batch
 
+GATHERED = 2**22
+"""Bytes of a client's samples that are gathered at a time."""
 PADDING = 4  # pixels around a training image before it is cropped back, as is customary for CIFAR
 PAD = 0
 """The token that stands for nothing: in a sequence's inputs, and as the target of positions that have none."""
@@ -216,7 +218,7 @@ class FederatedData:
     def stored_sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         held = self.on_device(self.split.sensitivity(client))
         size = batch_size or max(len(held), 1)
-        return (self.dataset.train_x[held[start : start + size]] for start in range(0, len(held), size))
+        return (rows(self.dataset.train_x, held[start : start + size]) for start in range(0, len(held), size))
 
     @cached_property
     def training_set(self) -> Tensor:
@@ -251,19 +253,24 @@ class ClientData:
         return (self.input(batch) for batch in self.stored(epochs))
 
     def stored(self, epochs: int) -> Iterator[Batch]:
-        """The same, with samples as they are stored."""
+        """The same, with samples as they are stored: gathered many at a time, handed out batch by batch."""
+        size, table = self._size, self._whole.dataset.train_x
+        at_once = size * max(GATHERED // max(size * table[0].nbytes, 1), 1)
         for positions, draws in self.orders(epochs):
             order, crops = self._whole.on_device(positions), None if draws is None else self._whole.on_device(draws)
-            for start in range(0, len(self), self._size):
-                x, y = self._samples(order[start : start + self._size])
-                yield x if crops is None else crop_and_flip(x, crops[start : start + self._size]), y
+            for first in range(0, len(self), at_once):
+                x, y = self._samples(order[first : first + at_once])
+                if crops is not None:
+                    x = crop_and_flip(x, crops[first : first + at_once])
+                yield from zip(torch.split(x, size), torch.split(y, size), strict=True)
 
     def input(self, stored: Batch) -> Batch:
         """What the model is given of a batch."""
         return self._whole.dataset.inputs(stored[0]), stored[1]
 
     def _samples(self, index: Tensor) -> Batch:
-        return self._whole.dataset.train_x[index], self._whole.dataset.train_y[index]
+        dataset = self._whole.dataset
+        return rows(dataset.train_x, index), rows(dataset.train_y, index)
 
     def orders(self, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """The samples' positions in the dataset, each epoch in a fresh order, and how each is cropped."""
@@ -290,6 +297,11 @@ class ClientData:
         """Every sample once, in a fixed order, as it is."""
         for start in range(0, len(self), self._size):
             yield self.input(self._samples(self._whole.on_device(self.own[start : start + self._size])))
+
+
+def rows(table: Tensor, index: Tensor) -> Tensor:
+    """table[index], copied row by row; by that name it would be element by element."""
+    return table.flatten(1).index_select(0, index).view(-1, *table.shape[1:]) if table.ndim > 1 else table[index]
 
 
 def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:

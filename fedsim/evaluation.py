@@ -3,10 +3,15 @@ out. The sums are taken in the order of the batches, whoever did them."""
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
-from fedsim.task import Evaluation
-from fedsim.types import Work
+from fedsim import kernels
+from fedsim.data import Dataset
+from fedsim.data import rows as chosen
+from fedsim.program import Compiled
+from fedsim.task import Evaluation, Task
+from fedsim.types import Model, Tree, Work
 
 TEST, TRAIN = "test", "train"
 
@@ -16,15 +21,34 @@ def count(work: Work, part: str) -> int:
     return len(work.data.dataset.test_y if part == TEST else work.data.training_set)
 
 
-def rows(work: Work, part: str, start: int, stop: int) -> Evaluation:
-    """Of work.model on some of them."""
+def rows(work: Work, part: str, start: int, stop: int, compiled: Compiled | None = None) -> Evaluation:
+    """Of work.model on some of them; `compiled` is `judge`, if it is."""
     data = work.data.dataset
     index: Tensor | None = None
     if part == TEST:
         x, y = data.test_x[start:stop], data.test_y[start:stop]
     else:
         x, y, index = data.train_x, data.train_y, work.data.training_set[start:stop]
-    return work.task.evaluate(work.model, data, x, y, stop - start, index)
+    if compiled is None:
+        return work.task.evaluate(work.model, data, x, y, stop - start, index)
+    if index is not None:
+        x, y = chosen(x, index), chosen(y, index)
+    with torch.no_grad():
+        loss, right = compiled((work.model.params, work.model.buffers), x, y)
+    return Evaluation(loss, right.float(), work.task.count(y))
+
+
+def judge(task: Task, dataset: Dataset) -> Compiled:
+    """(sum of the losses, how many are right) of a batch of samples as they are stored, by a convolutional model."""
+
+    def last(t: Tensor) -> Tensor:
+        return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+
+    def judged(model: tuple[Tree, Tree], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        params, buffers = model
+        return task.judged(Model({n: last(p) for n, p in params.items()}, buffers), last(dataset.inputs(x)), y)
+
+    return Compiled(judged, kernels.forms(False, dataset.train_y.device))
 
 
 def total(parts: Iterable[Evaluation]) -> Evaluation:

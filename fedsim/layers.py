@@ -36,7 +36,8 @@ class Layers:
 
     def norms(self, tree: Tree) -> Tensor:
         """L2 norms: [L + P], each layer's, then each part's; the last is the whole model's."""
-        squares = torch.stack([tree[name].square().sum() for name in self.names])
+        tensors = [tree[name] for name in self.names]
+        squares = torch.stack([t.sum() for t in torch._foreach_mul(tensors, tensors)])
         return torch.cat([squares, (self.members * squares).sum(1)]).sqrt()
 
     def stacked_norms(self, tree: Tree) -> Tensor:

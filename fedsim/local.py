@@ -1,7 +1,8 @@
 """One client's round: the loop over local batches, as every engine but the stacked one runs it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -9,10 +10,10 @@ from torch import Tensor
 from fedsim import growth, rng
 from fedsim.model.dropout import KEY
 from fedsim.participation.base import steps_taken
-from fedsim.program import Carry, Fixed, Program
+from fedsim.program import Carry, Fixed, Moments, Program
 from fedsim.task import Task
 from fedsim.trees import mapped
-from fedsim.types import Context, Finished, Model, Probe, State, Tree, Work
+from fedsim.types import Batch, Context, Finished, Model, Probe, State, Tree, Work
 
 OPTIMIZER = "optimizer/"
 """Where a client's kept state has its optimizer's part."""
@@ -60,7 +61,7 @@ def measure_compiled(work: Work, client: int, program: Program) -> Tree:
     """The same, with batches filled up to one of few widths; where samples of a batch see each other (batch norm by the
     batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
-    params, count = program.laid_out(work.model.params), 0
+    params, count = program.broadcast(work.model.params), 0
     found = {n: torch.zeros_like(p) for n, p in params.items()}
     mixes = work.probe.mixes and work.task.mixes
     for x in work.data.stored_sensitivity_batches(client, program.probe_size):
@@ -68,8 +69,7 @@ def measure_compiled(work: Work, client: int, program: Program) -> Tree:
         there = torch.arange(width, device=x.device) < len(x)
         x = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
         moment = {"batches": [(x,)], "there": there}
-        given = mapped(lambda t: t.unsqueeze(0), moment)
-        found = program.probing(found, (params, work.model.buffers), [given], compiled=width in program.probe_widths)
+        found = program.measured(found, params, work.model.buffers, mapped(lambda t: t.unsqueeze(0), moment))
         count += 1
     return found if work.probe.end is None else work.probe.end(found, max(count, 1))
 
@@ -93,38 +93,47 @@ def descend(
         most = steps_taken(rule.epochs * data.steps, work.effort[client])
 
     model = rule.start(context)
-    params, buffers = model.params, {n: b.clone() for n, b in model.buffers.items()}
+    params, buffers = model.params, model.buffers
     state = optimizer_part(own) or optimizer.init(params)
     some = next(iter(params.values()))
     # A model with randomness of its own draws from the device's generator: set here, a function of these four.
     rng.seed_torch(some.device, work.seed, "dropout", work.round, client)
     key = dropout_key(work, [client])[0]
     loss_sum, seen, steps = some.new_zeros(()), 0, 0
-    if program is not None:
-        params = program.laid_out(params)
+    if program is None:
+        buffers = {n: b.clone() for n, b in buffers.items()}  # which training changes in place
+    else:
+        params = program.broadcast(params) if params is work.model.params else program.laid_out(params)
     fixed = Fixed(own, work.model, work.shared, some.new_tensor(work.lr))
 
     def present_loss() -> float:
         return work.task.mean_loss(Model(params, buffers), data).item()
 
+    def batches(epochs: int) -> Iterator[Batch]:
+        """As many as the client takes."""
+        nonlocal seen, steps
+        for stored in islice(data.stored(epochs), None if most is None else most - steps):
+            yield stored
+            seen, steps = seen + len(stored[1]), steps + 1
+
+    def moments(epochs: int, program: Program) -> Iterator[Moments]:
+        for stored in batches(epochs):
+            taken = [stored, *(next(data.stored_extra) for _ in range(rule.extra_batches))]
+            keys = {"key": (key + steps).unsqueeze(0)} if work.task.drops else {}
+            given = [(x.unsqueeze(0), y.unsqueeze(0)) for x, y in taken]
+            yield {"batches": given, "size": program.size(len(stored[1])), **keys}
+
     for epochs in rule.plan(context, present_loss):
-        for stored in data.stored(epochs):
-            if steps == most:
-                break
-            size = len(stored[1])
-            if program is not None and size in program.sizes:
-                batches = [stored, *(next(data.stored_extra) for _ in range(rule.extra_batches))]
-                moment = {"batches": batches, "size": program.sizes[size], "key": key + steps}
-                carry = Carry(params, buffers, state, loss_sum)
-                carry = program(carry, fixed, [mapped(lambda t: t.unsqueeze(0), moment)])
-                params, buffers, state, loss_sum = carry.parts()
-            else:
-                buffers |= {KEY: key + steps} if work.task.drops else {}
-                grads, loss = rule.gradient(work.task, params, buffers, data.input(stored), context)
-                params, state = optimizer.step(params, grads, state, work.lr)
-                buffers.pop(KEY, None)
-                loss_sum += loss * size
-            seen, steps = seen + size, steps + 1
+        if program is not None:
+            carry = program(Carry(params, buffers, state, loss_sum), fixed, moments(epochs, program))
+            params, buffers, state, loss_sum = carry.parts()
+            continue
+        for stored in batches(epochs):
+            buffers |= {KEY: key + steps} if work.task.drops else {}
+            grads, loss = rule.gradient(work.task, params, buffers, data.input(stored), context)
+            params, state = optimizer.step(params, grads, state, work.lr)
+            buffers.pop(KEY, None)
+            loss_sum += loss * len(stored[1])
     finished = rule.finish(Model(params, buffers), steps, context)
     return finished, loss_sum / max(seen, 1), state if optimizer.persist_state else {}
 

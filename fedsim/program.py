@@ -93,7 +93,10 @@ class Compiled:
             one = torch.ones((), requires_grad=True)
             torch.autograd.grad(one * 1, one)
         from torch import _inductor  # these here, since they take seconds to import
+        from torch._guards import TracingContext, tracing
+        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         survive_forks()
 
@@ -107,7 +110,11 @@ class Compiled:
         # A tensor that stood for two arguments would be recorded as one.
         apart = [t.view(t.shape) if any(t is other for other in flat[:i]) else t for i, t in enumerate(flat)]
         graph = make_fx(on_tensors, self._forms)(*apart)
-        return _inductor.compile(graph, [*apart]), form[0]
+        # With an environment of shapes, though all of them are fixed, torch keeps what it makes of a graph on disk: the
+        # next run of the same model, or the next cell of a table, begins in a third of the time.
+        environment = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True), allow_non_fake_inputs=True)
+        with tracing(TracingContext(environment)):
+            return _inductor.compile(graph, [*apart]), form[0]
 
 
 @cache
@@ -151,13 +158,13 @@ class Loop:
         pieces: Iterable[Moments],
         alike: bool = False,
         names: Iterable[str] = (),
-        compiled: bool = True,
+        seldom: Callable[[Moments], bool] = lambda given: False,
     ) -> Any:
-        """Piece after piece of the steps. Sizes that come too seldom are better not compiled for. `alike`: the carry
-        is one for all clients, until their first step."""
+        """Piece after piece of the steps; those of sizes that come too `seldom` are not compiled for. `alike`: the
+        carry is one for all clients, until their first step."""
         with torch.no_grad():
             for given in pieces:
-                if self._compiled and compiled:
+                if self._compiled and not seldom(given):
                     carry = self._compiled[alike](carry, constant, given, names=names)
                 else:
                     carry = self.take(alike)(carry, constant, given)
@@ -196,9 +203,10 @@ class Program:
         self.task, self.rule, self.optimizer = work.task.for_stacks(), work.client, work.optimizer
         self.data, self.stacked, self.compile = work.data.dataset, stacked, compile
         data, batch_size = work.data, work.client.batch_size
-        some = next(iter(work.model.params.values()))
-        self.sizes = {size: some.new_tensor(size) for size in (batch_size, *short) if size is not None}
-        """What a single client's batch may have, as numbers and as a step is given them."""
+        self._broadcast: tuple[Tree, Tree] = {}, {}
+        self._some = next(iter(work.model.params.values()))
+        self.sizes = {size: self._some.new_tensor([size]) for size in (batch_size, *short) if size is not None}
+        """Of batches that there is a program for."""
         small = sum(p.numel() for p in work.model.params.values()) <= SMALL
 
         def unrolled(masked: bool, largest: int, width: int | None, epochs: int = 1) -> tuple[int, bool]:
@@ -228,9 +236,25 @@ class Program:
             dims = (None, None if masked else 0)  # batch norm changes its copy of the buffers
             self.probing = Loop(self._measure, self._inputs, stacked, dims, masked, compile, forms, *pieces)
 
-    def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], compiled: bool = True) -> Carry:
+    def __call__(self, carry: Carry, fixed: Fixed, pieces: Iterable[Moments], seldom: bool = False) -> Carry:
+        """`seldom`: that many clients come too seldom together to be compiled for."""
+
+        def other_size(given: Moments) -> bool:
+            return seldom or given["batches"][0][1].shape[2 if self.stacked else 1] not in self.sizes
+
         constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
-        return Carry(*self.training(carry.parts(), constant, pieces, carry.alike, tuple(fixed.own), compiled))
+        names = tuple(fixed.own)
+        return Carry(*self.training(carry.parts(), constant, pieces, carry.alike, names, other_size))
+
+    def measured(self, found: Tree, params: Tree, buffers: Tree, given: Moments) -> Tree:
+        """By a single client, after one more batch."""
+        other_size = given["there"].shape[1] not in self.probe_widths
+        after: Tree = self.probing(found, (params, buffers), [given], seldom=lambda _: other_size)
+        return after
+
+    def size(self, samples: int) -> Tensor:
+        """Of a single client's batch, as a step is given it."""
+        return self.sizes[samples] if samples in self.sizes else self._some.new_tensor([samples])
 
     def _descend(self, carry: Any, constant: Any, moment: Moments) -> Any:
         (params, buffers, state, loss_sum), (own, model, shared, lr) = carry, constant
@@ -260,6 +284,12 @@ class Program:
         """Parameters as the program wants them."""
         last = torch.channels_last
         return {n: t.contiguous(memory_format=last) if self._channels_last(t) else t for n, t in tree.items()}
+
+    def broadcast(self, params: Tree) -> Tree:
+        """The round's model laid out, once for all clients."""
+        if self._broadcast[0] is not params:
+            self._broadcast = params, self.laid_out(params)
+        return self._broadcast[1]
 
     def _channels_last(self, t: Tensor) -> bool:
         return self.compile and not self.stacked and t.ndim == 4

@@ -270,7 +270,10 @@ def extent(exp: Experiment) -> Extent:
     """How much training there is, all in all."""
     alone = isinstance(exp.participation, Asynchronous)  # its updates come one by one
     clients = 1 if alone else exp.participation.count(exp.data.num_clients)
-    return Extent(exp.rounds, clients, sum(exp.steps) / len(exp.steps))
+    once = len(exp.data.dataset.test_y) * (2 if exp.aggregator.evaluate == "averaged" else 1)
+    once += int(exp.data.sizes.sum()) if exp.eval.train else 0
+    evaluated = once * -(-exp.rounds // exp.eval.every)
+    return Extent(exp.rounds, clients, sum(exp.steps) / len(exp.steps), evaluated, exp.eval.batch_size)
 
 
 def underway(state: RunState, turn: Turn, new: Broadcast) -> Mapping[int, Broadcast]:

@@ -19,7 +19,7 @@ from torch.func import vmap
 from fedsim import growth
 from fedsim.client.sgd import Sgd
 from fedsim.cohort import Partial, Upload
-from fedsim.data import PAD, ClientData, Dataset, crop_and_flip
+from fedsim.data import PAD, ClientData, Dataset, crop_and_flip, rows
 from fedsim.layers import Layers
 from fedsim.local import OPTIMIZER, dropout_key, optimizer_part
 from fedsim.participation.base import steps_taken
@@ -175,10 +175,10 @@ def gathered(dataset: Dataset, positions: np.ndarray, crops: np.ndarray | None =
     stored, labels = dataset.train_x, dataset.train_y
     padded = bool(positions.min(initial=0) < 0)
     flat = torch.from_numpy(np.maximum(positions, 0) if padded else positions).to(labels.device).view(-1)
-    x = stored.flatten(1).index_select(0, flat).view(-1, *stored.shape[1:])  # copies whole rows, unlike stored[flat]
+    x = rows(stored, flat)
     if crops is not None:
         x = crop_and_flip(x, torch.from_numpy(crops).to(labels.device).clamp_min(0).view(-1, crops.shape[-1]))
-    y = labels.index_select(0, flat).view(*positions.shape, *labels.shape[1:])
+    y = rows(labels, flat).view(*positions.shape, *labels.shape[1:])
     if padded:
         nobody = torch.from_numpy(positions < 0).to(labels.device).view(*positions.shape, *(1,) * (labels.ndim - 1))
         y = y.masked_fill(nobody, PAD if dataset.sequence else NOBODY)
@@ -359,8 +359,7 @@ class Stack:
             moments = block.moments(dataset, self.key, bool(self.work.task.drops), slice(first, first + at_once))
             pieces = cut_into_pieces(moments, loop.unroll)
             if loop.masked or (sizes[first : first + at_once] == width).all():
-                compiled = width == self.work.client.batch_size
-                self.carry = self.program(self.carry, self.fixed, pieces, compiled)
+                self.carry = self.program(self.carry, self.fixed, pieces)
                 continue
             for now, piece in zip(sizes[first : first + at_once], pieces, strict=True):
                 for members in groups(now, exact=self.work.task.mixes):
@@ -376,7 +375,7 @@ class Stack:
         before, given = self.carry.parts(), some(piece, dim=1)
         given["batches"] = [(x[:, :, :w], y[:, :, :w]) for (x, y), w in zip(given["batches"], widths, strict=True)]
         fixed = replace(self.fixed, own=some(self.own))
-        after = self.program(Carry(*some(before)), fixed, [given], compiled=False)
+        after = self.program(Carry(*some(before)), fixed, [given], seldom=True)
         self.carry = Carry(*mapped(lambda t, part: t.index_copy(0, chosen, part), before, after.parts()))
 
     def finish(self) -> Finished:

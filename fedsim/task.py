@@ -183,13 +183,18 @@ class Task:
         correct = torch.zeros((), device=y.device) if self.classification else None
         for start in range(0, samples, batch_size):
             part = slice(start, start + batch_size) if index is None else index[start : start + batch_size]
-            outputs, target = self.outputs(model.params, model.buffers, dataset.inputs(x[part]), "eval"), y[part]
-            loss_sum += self.losses(outputs, target).sum()
+            loss, right = self.judged(model, dataset.inputs(x[part]), y[part])
+            loss_sum += loss
             if correct is not None:
-                right = outputs.argmax(-1) == target
-                correct += (right & (target != PAD) if self.sequence else right).sum()
-            count = count + self.count(target)
+                correct += right
+            count = count + self.count(y[part])
         return Evaluation(loss_sum, correct, count)
+
+    def judged(self, model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, how many are right) of a batch."""
+        outputs = self.outputs(model.params, model.buffers, x, "eval")
+        right = outputs.argmax(-1) == y if self.classification else torch.zeros_like(y)
+        return self.losses(outputs, y).sum(), (right & (y != PAD) if self.sequence else right).sum()
 
 
 def _gradients(value: Tensor, leaves: Tree) -> Tree:

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -42,12 +42,14 @@ from torch import Tensor, nn
 from fedsim import build
 from fedsim.check import InputError
 from fedsim.cli import register_resolvers
+from fedsim.cohort import Untrained
 from fedsim.data import PAD
 from fedsim.folder import RunFolder
 from fedsim.model.dropout import Dropout
 from fedsim.overrides import CONF
 from fedsim.program import Loop
 from fedsim.runner import Experiment, RunState, initial_state, play
+from fedsim.server import Server
 from fedsim.session import Request, Session
 
 COMMON = (
@@ -439,18 +441,41 @@ ROUNDS = {"W1": 3000, "W2": 9, "W3": 15, "W4": 15, "W5": 6, "W6": 15}
 
 def overhead(workload: str) -> dict[str, float]:
     """What a round takes beside the clients' arithmetic, in one process, as a run plays it: who trains, on what,
-    aggregation, metrics, CSV files. Arithmetic is the time inside the (compiled) steps."""
+    aggregation, metrics, CSV files. Arithmetic is the time inside the steps, but for drawing and gathering samples; of
+    a round that is one program, the time inside that."""
     rounds = ROUNDS[workload]
     exp = replace(in_one_process(workload), rounds=rounds)
-    inside, ends, step = [0.0], list[tuple[float, float]](), Loop.__call__
+    inside, ends = [0.0], list[tuple[float, float]]()
 
-    def timed(*given: Any, **more: Any) -> Any:
+    def drawn(pieces: Iterable[Any]) -> Iterator[Any]:
         begun = time.perf_counter()
-        result = step(*given, **more)
+        for piece in pieces:
+            inside[0] -= time.perf_counter() - begun
+            yield piece
+            begun = time.perf_counter()
+        inside[0] -= time.perf_counter() - begun
+
+    def timed(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        begun = time.perf_counter()
+        result = function(*given, **more)
         inside[0] += time.perf_counter() - begun
         return result
 
-    with TemporaryDirectory() as folder, patch.object(Loop, "__call__", timed), RunFolder(Path(folder)) as run_folder:
+    step, learn = Loop.__call__, Server.__call__
+
+    def stepped(loop: Loop, carry: Any, constant: Any, pieces: Iterable[Any], *more: Any, **named: Any) -> Any:
+        return timed(step, loop, carry, constant, drawn(pieces), *more, **named)
+
+    def learned(server: Server, *given: Any) -> Any:
+        whole = isinstance(given[-1], Untrained)
+        return timed(learn, server, *given) if whole else learn(server, *given)
+
+    with (
+        TemporaryDirectory() as folder,
+        RunFolder(Path(folder)) as run_folder,
+        patch.object(Loop, "__call__", stepped),
+        patch.object(Server, "__call__", learned),
+    ):
         choices, config = {"partition": "iid"}, {"checkpoint": {"every": 10**9}}
         session = Session(Request(Path(folder), "", config, choices, [], build.device("auto")), run_folder, exp, [])
         log = session.csv.log

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from conftest import experiment, metrics, play, small
 
 from fedsim.check import InputError
 from fedsim.engine import auto
-from fedsim.engine.auto import COMPILE_CALLS, Auto, settle
+from fedsim.engine.auto import CALLS, CONVOLUTION_CALLS, Auto, settle
+from fedsim.evaluation import TEST, TRAIN
 from fedsim.runner import extent, first_work
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -68,25 +70,60 @@ def test_recurrent_layers_are_not_unrolled() -> None:
 def test_compiling_begins_where_a_run_has_enough_steps() -> None:
     exp = experiment("dataset=mnist5k", "model=logistic")
     work, whole = first_work(exp), extent(exp)
-    enough = COMPILE_CALLS / whole.steps  # one stack a round
+    enough = CALLS / whole.steps  # one stack a round
 
     def compiled(rounds: float) -> bool:
-        _, found = settle(Auto(None, None, 1, "auto"), work, auto.Extent(int(rounds), 10, whole.steps), {})
+        _, found = settle(Auto(None, None, 1, "auto"), work, replace(whole, rounds=int(rounds), clients=10), {})
         return bool(found["compile"])
 
     assert compiled(enough + 1)
     assert not compiled(enough - 1)
 
 
-@pytest.mark.parametrize("rounds", [39_999, 40_000])
+@pytest.mark.parametrize("rounds", [CONVOLUTION_CALLS - 1, CONVOLUTION_CALLS])
 def test_short_batches_that_come_often_are_compiled_for(rounds: int) -> None:
     """80 clients of 50 samples, 5 of them B_k: 45 are 4 batches of 10 and one of 5; 2 clients a round, 2 workers."""
     keys = ["partition=iid", "partition.num_clients=80", "participation.clients_per_round=2", "client.batch_size=10"]
-    found = choice(*CNN, *keys, f"rounds={rounds // 10}")
-    assert found == {"name": "process", "workers": 2, "compile": True} | ({"short": [5]} if rounds == 40_000 else {})
+    found = choice(*CNN, *keys, f"rounds={rounds}", "eval.every=1000")
+    often = rounds == CONVOLUTION_CALLS
+    assert found == {"name": "process", "workers": 2, "compile": True} | ({"short": [5]} if often else {})
     # what a run began with stays, however long it grows
     assert "short" not in choice(*CNN, *keys, LONG, before={"name": "process", "compile": True})
     assert choice(*CNN, *keys, "rounds=1", before=found) == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        # 1,000 test samples every 15 rounds of 3,000, in two processes
+        (["eval.every=15"], 200),
+        (["eval.every=16"], None),
+        (["eval.every=16", "eval.batch_size=50", "aggregator=fednnnn"], 50),  # two models each time
+        (["eval.every=65", "eval.train=true", "partition.sensitivity_fraction=0.1"], 200),  # 3,600 to train on, or so
+        (["eval.every=15", "engine.compile=false"], None),
+    ],
+    ids=str,
+)
+def test_long_evaluations_of_convolutions_are_compiled(keys: list[str], expected: int | None) -> None:
+    exp = experiment(*CNN, "engine=auto", "rounds=3000", "eval.train=false", *keys)
+    assert exp.engine_choice.get("evaluation") == expected
+    assert exp.engine.evaluation == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", ["cnn_mnist", "resnet20"])
+def test_compiled_evaluation(model: str) -> None:
+    """1,000 test samples and 3,600 to train on, in batches of 300; the last ones are short."""
+    keys = ["dataset=mnist5k", f"model={model}", "partition=iid", "eval.batch_size=300", "engine=sequential"]
+    exp = experiment(*keys, "engine.compile=true")
+    engine = replace(exp.engine, evaluation=300)  # type: ignore[type-var]
+    for part in (TEST, TRAIN):
+        expected = experiment(*keys).engine.evaluate(first_work(exp), part, 300)
+        found = engine.evaluate(first_work(exp), part, 300)
+        assert found.count == expected.count
+        assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-5)
+        assert found.correct is not None
+        assert expected.correct is not None
+        assert abs(found.correct.item() - expected.correct.item()) <= 1  # where two classes are as likely
 
 
 @pytest.mark.parametrize("before", [{"name": "process", "compile": False}, {"name": "vmap", "compile": True}])

@@ -11,10 +11,13 @@ keeps it.
     a round is long                                parameters x samples of a round >= LONG_ROUND
     workers                                        one for each core for process, and for vmap on a CPU where a round is
                                                    long and has more than one stack; else this one trains alone
-    a step is compiled (compile=auto)              where the run has at least COMPILE_CALLS of them in every process,
-                                                   a compiler is there, batches have a size, and the model has no loop
+    a step is compiled (compile=auto)              where the run has at least CALLS of them in every process (with
+                                                   convolutions CONVOLUTION_CALLS, as each of them gains more), a
+                                                   compiler is there, batches have a size, and the model has no loop
                                                    over time, which would be unrolled; for a single client's last
                                                    batch, which may be short, where its size comes as often
+    evaluation is compiled                         where steps with convolutions are, and every process evaluates
+                                                   EVALUATED samples or more in the run
 
 Where vmap is meant but the model cannot be stacked, process takes its place.
 """
@@ -39,7 +42,8 @@ from fedsim.program import SMALL
 from fedsim.types import Engine, Tree, Work
 
 LONG_ROUND = 10**8
-COMPILE_CALLS = 4_000
+CALLS, CONVOLUTION_CALLS = 4_000, 1_500
+EVALUATED = 100_000
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Extent:
     """A round."""
     steps: float
     """Of a client in a round, on average."""
+    evaluated: float
+    """Samples in the whole run."""
+    evaluated_at_once: int
+    """Samples in a batch of those."""
 
 
 def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]) -> tuple[Engine, dict[str, Any]]:
@@ -96,19 +104,36 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
         engine = replace(engine, workers=workers)
     calls = extent.rounds * extent.steps * extent.clients / workers
     compiles = settled_compile(engine.compile, work, calls, before)
-    short = short_batches(work, extent.rounds * extent.clients / workers, before) if compiles else []
-    settled = replace(engine, compile=compiles, short=tuple(short))
-    return settled, {"name": name, "workers": workers, "compile": compiles} | ({"short": short} if short else {})
+    sizes: dict[str, Any] = {}
+    if compiles and "compile" in before:
+        sizes = {key: before[key] for key in ("short", "evaluation") if key in before}
+    elif compiles:
+        sizes["short"] = short_batches(work, extent.rounds * extent.clients / workers)
+        sizes["evaluation"] = convolves(work) and extent.evaluated >= EVALUATED * workers and extent.evaluated_at_once
+        sizes = {key: value for key, value in sizes.items() if value}
+    return replace(engine, compile=compiles, **sizes), {"name": name, "workers": workers, "compile": compiles, **sizes}
 
 
-def short_batches(work: Work, turns: float, before: Mapping[str, Any]) -> list[int]:
+def short_batches(work: Work, turns: float) -> list[int]:
     """Sizes of a client's last batch that come often enough in a process to be compiled for: `turns` is how often a
     process trains a client in the whole run."""
-    if "compile" in before:
-        return list(before.get("short", ()))
     sizes, counts = np.unique(work.data.sizes % (work.client.batch_size or 1), return_counts=True)
-    often = turns * work.client.epochs * counts / counts.sum() >= COMPILE_CALLS
+    often = turns * work.client.epochs * counts / counts.sum() >= enough(work)
     return [int(size) for size in sizes[often] if size]
+
+
+def enough(work: Work) -> int:
+    """Calls of a program that are worth making it."""
+    return CONVOLUTION_CALLS if convolves(work) else CALLS
+
+
+def convolves(work: Work) -> bool:
+    return any(isinstance(m, nn.modules.conv._ConvNd) for m in work.task.module.modules())
+
+
+def loops(work: Work) -> bool:
+    """Over time."""
+    return any(isinstance(m, nn.RNNBase | Lstm) for m in work.task.module.modules())
 
 
 def chosen(engine: Auto, work: Work, extent: Extent) -> str:
@@ -116,7 +141,7 @@ def chosen(engine: Auto, work: Work, extent: Extent) -> str:
         return "sequential"
     if not on_cpu(work):
         return "process" if cannot_stack(work) else "vmap"
-    if any(isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase | Lstm) for m in work.task.module.modules()):
+    if convolves(work) or loops(work):
         return "process"
     _, _, calls = plan_of_stacks(engine, work, extent)
     pays = parameters(work) <= SMALL or settled_compile(engine.compile, work, calls, {})
@@ -157,8 +182,7 @@ def settled_compile(asked: bool | str, work: Work, calls: float, before: Mapping
         return asked
     if "compile" in before:
         return bool(before["compile"]) and not missing
-    loops = any(isinstance(m, nn.RNNBase | Lstm) for m in work.task.module.modules())
-    return calls >= COMPILE_CALLS and not loops and not missing and work.client.batch_size is not None
+    return calls >= enough(work) and not loops(work) and not missing and work.client.batch_size is not None
 
 
 def no_compiler(device: torch.device) -> str:

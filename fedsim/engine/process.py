@@ -4,12 +4,11 @@ convolutions on a CPU. Clients are added up in order, so that the sums have the 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
 from fedsim import check, evaluation
-from fedsim.cohort import Cohort, CohortSum, Upload, difference, upload
+from fedsim.cohort import Cohort, CohortSum, Upload, upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.local import train
@@ -26,6 +25,8 @@ class Process:
     compile: bool | str
     short: Sequence[int] = ()
     """Sizes of a last batch that are compiled for too, once that is settled."""
+    evaluation: int | None = None
+    """Size of the batches that an evaluation is compiled for, if it is."""
     _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -35,7 +36,7 @@ class Process:
         keep_freed_memory()
         torch.set_num_threads(self.threads)  # before the workers are made, which inherit what threads have begun
         if not self._pools:
-            do = OneClient(self.compile is True, self.short)
+            do = OneClient(self.compile is True, self.short, self.evaluation)
             self._pools.append(Pool(self.workers or os.cpu_count() or 1, self.threads, work, do))
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
@@ -60,18 +61,23 @@ class OneClient:
 
     compile: bool
     short: Sequence[int]
+    evaluation: int | None
     program: Program | None = None
-    difference: Compiled | None = None
+    judge: Compiled | None = None
 
     def __call__(self, work: Work, job: Job) -> Upload | Evaluation:
-        if job.rows is not None:
-            return evaluation.rows(work, *job.rows)
-        return self.trained(work, job)
+        return self.trained(work, job) if job.rows is None else self.evaluated(work, *job.rows)
+
+    def evaluated(self, work: Work, part: str, start: int, stop: int) -> Evaluation:
+        if self.evaluation != stop - start:
+            return evaluation.rows(work, part, start, stop)
+        if self.judge is None:
+            self.judge = evaluation.judge(work.task, work.data.dataset)
+        return evaluation.rows(work, part, start, stop, self.judge)
 
     def trained(self, work: Work, job: Job) -> Upload:
         if not self.compile:
             return upload(work, train(work, job.clients[0]))
         if self.program is None:
             self.program = Program(work, stacked=False, compile=True, short=self.short)
-            self.difference = Compiled(partial(difference, work.task.layers))
-        return upload(work, train(work, job.clients[0], self.program), self.difference)
+        return upload(work, train(work, job.clients[0], self.program))

@@ -20,11 +20,13 @@ class Sequential:
     compile: bool | str
     short: Sequence[int] = ()
     """Sizes of a last batch that are compiled for too, once that is settled."""
+    evaluation: int | None = None
+    """Size of the batches that an evaluation is compiled for, if it is."""
     _do: list[OneClient] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check.resources(None, self.threads, self.compile)
-        self._do.append(OneClient(self.compile is True, self.short))
+        self._do.append(OneClient(self.compile is True, self.short, self.evaluation))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()
@@ -35,4 +37,5 @@ class Sequential:
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
-        return evaluation.alone(work, part, batch_size)
+        cuts = evaluation.batches(work, part, batch_size)
+        return evaluation.total(self._do[0].evaluated(work, part, *cut) for cut in cuts)

@@ -49,8 +49,9 @@ class Summation:
         for name, part in parts.items():
             if name not in self._total:
                 self.expect(name, part.tree)
-            for key, t in self._total[name].items():
-                t.add_(part.tree[key], alpha=part.weight)
+            total = self._total[name]
+            if total:
+                torch._foreach_add_([*total.values()], [part.tree[key] for key in total], alpha=part.weight)
 
     def total(self) -> dict[str, Tree]:
         return self._total
