@@ -62,7 +62,7 @@ def measure_compiled(work: Work, client: int, program: Program) -> Tree:
     batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
     params, count = program.broadcast(work.model.params), 0
-    found = {n: torch.zeros_like(p) for n, p in params.items()}
+    found: Tree = {}  # zeros, which the program makes itself
     mixes = work.probe.mixes and work.task.mixes
     for x in work.data.stored_sensitivity_batches(client, program.probe_size):
         width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
@@ -71,6 +71,7 @@ def measure_compiled(work: Work, client: int, program: Program) -> Tree:
         moment = {"batches": [(x,)], "there": there}
         found = program.measured(found, params, work.model.buffers, mapped(lambda t: t.unsqueeze(0), moment))
         count += 1
+    found = found or {n: torch.zeros_like(p) for n, p in params.items()}
     return found if work.probe.end is None else work.probe.end(found, max(count, 1))
 
 

@@ -270,6 +270,7 @@ class Program:
     def _measure(self, found: Any, model: Any, moment: Moments) -> Any:
         assert self.probe is not None
         (x,) = moment["batches"][0]
+        found = found or {n: torch.zeros_like(p) for n, p in model[0].items()}
         return self.laid_out(self.probe.step(self.task, Model(*model), found, x, moment.get("there")))
 
     def _inputs(self, stored: Tensor) -> Tensor:
