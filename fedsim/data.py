@@ -301,7 +301,9 @@ class ClientData:
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
     """table[index], copied row by row; by that name it would be element by element."""
-    return table.flatten(1).index_select(0, index).view(-1, *table.shape[1:]) if table.ndim > 1 else table[index]
+    if table.ndim > 1:
+        return table.flatten(1).index_select(0, index).view(-1, *table.shape[1:])
+    return table.index_select(0, index)
 
 
 def _draw_crops(generator: rng.Rng, count: int) -> np.ndarray:

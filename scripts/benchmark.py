@@ -544,6 +544,8 @@ def growth(folder: Path) -> None:
     (folder / "growth.json").write_text(json.dumps(table, indent=2) + "\n")
 
 
+ENOUGH = 0.5
+"""Seconds of rounds that a ratio is taken of."""
 FRACTION = 0.1
 """Of a client's samples that are B_k: the papers' own, and the default."""
 
@@ -561,10 +563,11 @@ def elastic(workload: str, repeats: int) -> dict[str, float]:
     for repeat in range(repeats):
         seconds = {}
         for name in sorted(rounds, reverse=repeat % 2 == 0):
-            begun = time.perf_counter()
-            for number in range(CYCLE):
-                rounds[name](number)
-            seconds[name] = time.perf_counter() - begun
+            begun, played = time.perf_counter(), 0
+            while played % CYCLE or played == 0 or time.perf_counter() - begun < ENOUGH:
+                rounds[name](played)
+                played += 1
+            seconds[name] = (time.perf_counter() - begun) / played
         ratios.append(seconds["elastic"] / seconds["fedavg"])
     split = exp.data.split
     return {
