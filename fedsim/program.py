@@ -93,7 +93,6 @@ class Compiled:
             one = torch.ones((), requires_grad=True)
             torch.autograd.grad(one * 1, one)
         from torch import _inductor  # these here, since they take seconds to import
-        from torch._guards import TracingContext, tracing
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -110,11 +109,10 @@ class Compiled:
         # A tensor that stood for two arguments would be recorded as one.
         apart = [t.view(t.shape) if any(t is other for other in flat[:i]) else t for i, t in enumerate(flat)]
         graph = make_fx(on_tensors, self._forms)(*apart)
-        # With an environment of shapes, though all of them are fixed, torch keeps what it makes of a graph on disk: the
-        # next run of the same model, or the next cell of a table, begins in a third of the time.
-        environment = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True), allow_non_fake_inputs=True)
-        with tracing(TracingContext(environment)):
-            return _inductor.compile(graph, [*apart]), form[0]
+        # Stand-ins with an environment of shapes, though all of them are fixed: only then torch keeps what it makes of
+        # a graph on disk, and the next run of the same model, or cell of a table, begins in a third of the time.
+        standing = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        return _inductor.compile(graph, [standing.from_tensor(t, static_shapes=True) for t in apart]), form[0]
 
 
 @cache
