@@ -59,8 +59,8 @@ class Server:
         names = [type(cohort).__name__, str(cohort.count)]
         given = cohort.given if isinstance(cohort, Untrained) else sums(cohort)
         found = self._compiled((model.params, model.buffers), (aggregator, server, rule), given, names=names)
-        (params, buffers), (aggregator, server, rule), (tree, metrics, layers), moved, summed = found
-        said = Direction(tree, metrics=metrics, layers=layers)
+        (params, buffers), (aggregator, server, rule), (metrics, layers), moved, summed = found
+        said = Direction({}, metrics=metrics, layers=layers)  # the step is taken
         if isinstance(cohort, Untrained):
             cohort = Cohort(server=model, count=cohort.count, **summed)
         return cohort, Learned(Model(params, buffers), aggregator, server, rule, said, moved)
@@ -76,9 +76,9 @@ class Server:
         return (
             (after.model.params, after.model.buffers),
             (after.aggregator, after.server, after.rule),
-            (said.tree, said.metrics, said.layers),
+            (said.metrics, said.layers),
             after.moved,
-            sums(trained) if isinstance(cohort, Untrained) else {},
+            sums(trained) | {"measured": None} if isinstance(cohort, Untrained) else {},  # what is still wanted
         )
 
     def _learned(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
