@@ -1,6 +1,6 @@
 """Operations in the form that is fastest on a CPU: those of a single client's convolutional network, with channels
-last (the compiler neither vectorises a pool's search for its maxima nor the way back: torch's own kernels do), and
-those of a stack of small models."""
+last (the compiler neither vectorises a pool's search for its maxima nor the way back: torch's own kernels do), an
+LSTM's loop over time, and those of a stack of small models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from fedsim.native import winograd
+from fedsim.native import lstm, winograd
 
 aten = torch.ops.aten
 FEW = 16
@@ -36,6 +36,13 @@ _define(
     "(Tensor grad, Tensor x, Tensor weight, int[] padding) -> (Tensor, Tensor)",
     winograd.gradients,
     lambda grad, x, weight, padding: (torch.empty_like(x), torch.empty_like(weight)),
+)
+_define("lstm", "(Tensor x, Tensor w, Tensor r, Tensor bias) -> (Tensor, Tensor, Tensor)", lstm.layer, lstm.outputs)
+_define(
+    "lstm_backward",
+    "(Tensor of_h, Tensor x, Tensor h, Tensor c, Tensor gates, Tensor w, Tensor r) -> (Tensor, Tensor, Tensor, Tensor)",
+    lstm.gradients,
+    lstm.like,
 )
 
 
@@ -99,6 +106,23 @@ def convolution_backward(
         patches = x[:, 0].unfold(1, h, 1).unfold(2, w, 1).reshape(-1, h * w)
         return None, (by_place.t() @ patches).view(weight.shape), by_place.sum(0) if output_mask[2] else None
     return NotImplemented
+
+
+class Lstm(torch.autograd.Function):
+    """(h, c, gates) of a layer, under torch.func's gradient too."""
+
+    @staticmethod
+    def forward(*given: Tensor) -> Any:
+        return torch.ops.fedsim.lstm(*(t.contiguous() for t in given))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        (x, w, r, _), (h, c, gates) = inputs, output
+        ctx.save_for_backward(x, h, c, gates, w, r)
+
+    @staticmethod
+    def backward(ctx: Any, of_h: Tensor, *rest: Any) -> Any:
+        return torch.ops.fedsim.lstm_backward(*(t.contiguous() for t in (of_h, *ctx.saved_tensors)))
 
 
 def _last(x: Tensor) -> Tensor:

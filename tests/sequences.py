@@ -1,6 +1,7 @@
 """A small language for tests: `dataset=custom dataset.load=sequences.counting`."""
 
 import numpy as np
+from torch import Tensor, nn
 
 
 def counting(clients: int = 5, length: int = 9, vocabulary: int = 7) -> dict[str, np.ndarray]:
@@ -24,3 +25,14 @@ def padded(padding: int) -> dict[str, np.ndarray]:
     arrays = counting()
     wide = ((0, 0), (0, padding))
     return arrays | {"x": np.pad(arrays["x"], wide), "y": np.pad(arrays["y"], wide)}
+
+
+class Gru(nn.Module):
+    """Anyone's recurrent model: `model=custom model.load=sequences.Gru`."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.embedding, self.gru = nn.Embedding(num_classes, 4), nn.GRU(4, num_classes, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gru(self.embedding(tokens))[0]

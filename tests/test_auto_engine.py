@@ -12,8 +12,9 @@ from conftest import experiment, metrics, play, small
 
 from fedsim.check import InputError
 from fedsim.engine import auto
-from fedsim.engine.auto import CALLS, CONVOLUTION_CALLS, Auto, settle
+from fedsim.engine.auto import CALLS, FEWER_CALLS, Auto, settle
 from fedsim.evaluation import TEST, TRAIN
+from fedsim.native import X86
 from fedsim.runner import extent, first_work
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -61,10 +62,21 @@ def test_the_rule(keys: list[str], expected: dict[str, Any]) -> None:
     assert {k: found[k] for k in expected} == expected
 
 
-def test_recurrent_layers_are_not_unrolled() -> None:
-    keys = ["dataset=custom", "dataset.load=sequences.counting", "partition=natural", "model=lstm_shakespeare", LONG]
-    found = choice(*keys, "model.hidden=4", "participation.clients_per_round=3")
-    assert (found["name"], found["compile"]) == ("process", False)
+LSTM = ["model=lstm_shakespeare", "model.hidden=4"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "compiled"),
+    [(LSTM, X86), ([*LSTM, "precision=bf16"], False), (["model=custom", "model.load=sequences.Gru"], False)],
+    ids=["ours", "bf16", "another"],
+)
+def test_recurrent_layers_are_not_unrolled(keys: list[str], compiled: bool) -> None:
+    """Our own LSTM has a kernel, for one thread; what else loops over time has none."""
+    words = ["dataset=custom", "dataset.load=sequences.counting", "partition=natural", LONG]
+    exp = experiment(*words, *keys, "participation.clients_per_round=3")
+    for threads in (1, 2):
+        found = settle(Auto(None, None, threads, "auto"), first_work(exp), extent(exp), {})[1]
+        assert (found["name"], found["compile"]) == ("process", compiled and threads == 1)
 
 
 def test_compiling_begins_where_a_run_has_enough_steps() -> None:
@@ -80,12 +92,12 @@ def test_compiling_begins_where_a_run_has_enough_steps() -> None:
     assert not compiled(enough - 1)
 
 
-@pytest.mark.parametrize("rounds", [CONVOLUTION_CALLS - 1, CONVOLUTION_CALLS])
+@pytest.mark.parametrize("rounds", [FEWER_CALLS - 1, FEWER_CALLS])
 def test_short_batches_that_come_often_are_compiled_for(rounds: int) -> None:
     """80 clients of 50 samples, 5 of them B_k: 45 are 4 batches of 10 and one of 5; 2 clients a round, 2 workers."""
     keys = ["partition=iid", "partition.num_clients=80", "participation.clients_per_round=2", "client.batch_size=10"]
     found = choice(*CNN, *keys, f"rounds={rounds}", "eval.every=1000")
-    often = rounds == CONVOLUTION_CALLS
+    often = rounds == FEWER_CALLS
     assert found == {"name": "process", "workers": 2, "compile": True} | ({"short": [5]} if often else {})
     # what a run began with stays, however long it grows
     assert "short" not in choice(*CNN, *keys, LONG, before={"name": "process", "compile": True})

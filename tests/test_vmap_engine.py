@@ -262,7 +262,7 @@ COMPILED = ["engine.compile=true"]
 )  # fmt: skip
 def test_compiled_steps(make: Callable[..., Experiment], keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "CALLS", 0)
-    monkeypatch.setattr(auto, "CONVOLUTION_CALLS", 0)
+    monkeypatch.setattr(auto, "FEWER_CALLS", 0)
     others = [k for k in keys if not k.startswith("engine")]
     bound = ROUNDED if "aggregator=fednnnn" in keys else 1e-8
     assert compare(make, others, *[k for k in keys if k.startswith("engine")], *COMPILED) < bound
@@ -304,3 +304,5 @@ def test_sequences() -> None:
     keys = [*WORDS, "model=lstm_shakespeare", "model.hidden=6", "rounds=3", "client_optimizer.lr=0.5"]
     keys += ["client.batch_size=4", "participation.clients_per_round=3"]
     assert compare(experiment, keys, "engine=vmap", "engine.compile=false") < BOUND
+    # A single client's, compiled, has a kernel of its own, for its sensitivities too.
+    assert compare(experiment, [*keys, "aggregator=elastic"], "engine=sequential", *COMPILED) < BOUND

@@ -12,10 +12,12 @@ keeps it.
     workers                                        one for each core for process, and for vmap on a CPU where a round is
                                                    long and has more than one stack; else this one trains alone
     a step is compiled (compile=auto)              where the run has at least CALLS of them in every process (with
-                                                   convolutions CONVOLUTION_CALLS, as each of them gains more), a
-                                                   compiler is there, batches have a size, and the model has no loop
-                                                   over time, which would be unrolled; for a single client's last
-                                                   batch, which may be short, where its size comes as often
+                                                   convolutions or recurrent layers FEWER_CALLS, as each of them gains
+                                                   more), a compiler is there, batches have a size, and the model has
+                                                   no loop over time that would be unrolled: a stack's would, a single
+                                                   client's, but for that of our own LSTM on one thread of an x86; for
+                                                   a single client's last batch, which may be short, where its size
+                                                   comes as often
     evaluation is compiled                         where steps with convolutions are, and every process evaluates
                                                    EVALUATED samples or more in the run
 
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedsim import check
+from fedsim import check, native
 from fedsim.engine.process import Process
 from fedsim.engine.sequential import Sequential
 from fedsim.engine.vmap import Vmap, stack_size
@@ -42,7 +44,7 @@ from fedsim.program import SMALL
 from fedsim.types import Engine, Tree, Work
 
 LONG_ROUND = 10**8
-CALLS, CONVOLUTION_CALLS = 4_000, 1_500
+CALLS, FEWER_CALLS = 4_000, 1_500
 EVALUATED = 100_000
 
 
@@ -94,7 +96,7 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
         if reason := cannot_stack(work):
             raise check.InputError(f"engine=vmap cannot train this model: {reason}; use engine=process")
         size, workers, calls = plan_of_stacks(engine, work, extent)
-        compiles = settled_compile(engine.compile, work, calls, before)
+        compiles = settled_compile(engine.compile, work, calls, before, unrolled=loops(work))
         stacks = replace(engine, workers=workers, compile=compiles, stack=size)
         return stacks, {"name": name, "stack": size, "workers": workers, "compile": compiles}
     assert isinstance(engine, Sequential | Process)
@@ -103,7 +105,8 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
         workers = engine.workers or os.cpu_count() or 1
         engine = replace(engine, workers=workers)
     calls = extent.rounds * extent.steps * extent.clients / workers
-    compiles = settled_compile(engine.compile, work, calls, before)
+    unrolled = loops(work) and (engine.threads > 1 or not has_kernel(work))
+    compiles = settled_compile(engine.compile, work, calls, before, unrolled)
     sizes: dict[str, Any] = {}
     if compiles and "compile" in before:
         sizes = {key: before[key] for key in ("short", "evaluation") if key in before}
@@ -124,7 +127,7 @@ def short_batches(work: Work, turns: float) -> list[int]:
 
 def enough(work: Work) -> int:
     """Calls of a program that are worth making it."""
-    return CONVOLUTION_CALLS if convolves(work) else CALLS
+    return FEWER_CALLS if convolves(work) or loops(work) else CALLS
 
 
 def convolves(work: Work) -> bool:
@@ -136,6 +139,12 @@ def loops(work: Work) -> bool:
     return any(isinstance(m, nn.RNNBase | Lstm) for m in work.task.module.modules())
 
 
+def has_kernel(work: Work) -> bool:
+    """Whether every loop over time is a call of its own in a single client's program."""
+    ours = not any(isinstance(m, nn.RNNBase) for m in work.task.module.modules())
+    return ours and work.task.precision != "bf16" and all(map(native.serves, work.model.params.values()))
+
+
 def chosen(engine: Auto, work: Work, extent: Extent) -> str:
     if extent.clients == 1:
         return "sequential"
@@ -144,7 +153,7 @@ def chosen(engine: Auto, work: Work, extent: Extent) -> str:
     if convolves(work) or loops(work):
         return "process"
     _, _, calls = plan_of_stacks(engine, work, extent)
-    pays = parameters(work) <= SMALL or settled_compile(engine.compile, work, calls, {})
+    pays = parameters(work) <= SMALL or settled_compile(engine.compile, work, calls, {}, unrolled=False)
     if pays and not cannot_stack(work):
         return "vmap"
     return "process" if long_round(work, extent) else "sequential"
@@ -173,7 +182,7 @@ def on_cpu(work: Work) -> bool:
     return next(iter(work.model.params.values())).device.type == "cpu"
 
 
-def settled_compile(asked: bool | str, work: Work, calls: float, before: Mapping[str, Any]) -> bool:
+def settled_compile(asked: bool | str, work: Work, calls: float, before: Mapping[str, Any], unrolled: bool) -> bool:
     device = next(iter(work.model.params.values())).device
     missing = no_compiler(device)
     if asked is True and missing:
@@ -182,7 +191,7 @@ def settled_compile(asked: bool | str, work: Work, calls: float, before: Mapping
         return asked
     if "compile" in before:
         return bool(before["compile"]) and not missing
-    return calls >= enough(work) and not loops(work) and not missing and work.client.batch_size is not None
+    return calls >= enough(work) and not unrolled and not missing and work.client.batch_size is not None
 
 
 def no_compiler(device: torch.device) -> str:

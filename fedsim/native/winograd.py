@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.native import NUMBERS, X86, library
+from fedsim.native import NUMBERS, library, serves
 
 TILE = 6
 FEW_CHANNELS, FEW_TILES, MANY_FILTERS = 8, 8, 2**16
@@ -21,7 +21,7 @@ holds, the filters' transform costs too much."""
 def pays(x: Tensor, weight: Tensor, padding: Sequence[int]) -> bool:
     """For a plain convolution (stride 1, no gaps, no groups)."""
     (n, c, h, w), (k, _, r, s) = x.shape, weight.shape
-    if not X86 or torch.get_num_threads() > 1 or x.dtype not in NUMBERS or (r, s) not in ((3, 3), (5, 5)):
+    if not serves(x) or torch.get_num_threads() > 1 or (r, s) not in ((3, 3), (5, 5)):
         return False
     rows, columns, step = h + 2 * padding[0] - r + 1, w + 2 * padding[1] - s + 1, TILE - r + 1
     tiles = -(-rows // step) * -(-columns // step)
