@@ -12,7 +12,7 @@ ALIGNMENT = 16
 Shapes = list[tuple[torch.dtype, torch.Size]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor was."""
 
@@ -25,8 +25,8 @@ class Parcel:
     """Bytes; None: the same as the last time but one."""
     shapes: Shapes | None
     """What lies there, one tensor after another; None: likewise."""
-    rest: Any
-    """The structure, with a Place for each tensor."""
+    rest: list[Any]
+    """The structure, with a Place for each tensor; empty: likewise."""
 
 
 @dataclass
@@ -36,10 +36,13 @@ class Piece:
     memory: Tensor
     shapes: Shapes
     tensors: list[Tensor]
+    rest: list[Any]
+    content: Any
+    """The receiver's: the structure with these tensors in it, as long as all of that is the same."""
 
     @staticmethod
     def empty() -> "Piece":
-        return Piece(torch.empty(0, dtype=torch.uint8), [], [])
+        return Piece(torch.empty(0, dtype=torch.uint8), [], [], [], None)
 
     def hold(self, shapes: Shapes) -> None:
         """Give every tensor its part of the memory."""
@@ -68,7 +71,7 @@ class Outbox:
             tensors[id(tensor)] = tensor
             return numbers.setdefault(id(tensor), Place(len(numbers)))
 
-        rest = walked(content, Tensor, placed)
+        rest = [walked(content, Tensor, placed)]
         shapes = [(t.dtype, t.shape) for t in tensors.values()]
         piece = self._pieces.pop(0)
         self._pieces.append(piece)
@@ -84,7 +87,9 @@ class Outbox:
             piece.hold(shapes)
         if tensors:
             torch._foreach_copy_(piece.tensors, list(tensors.values()))
-        return Parcel(piece.memory if new else None, shapes if new or other else None, rest)
+        other_rest = rest != piece.rest
+        piece.rest = rest
+        return Parcel(piece.memory if new else None, shapes if new or other else None, rest if other_rest else [])
 
 
 class Inbox:
@@ -101,8 +106,14 @@ class Inbox:
             piece.memory = parcel.memory
         if parcel.shapes is not None:
             piece.hold(parcel.shapes)
-        tensors = [t.clone() for t in piece.tensors] if copy else piece.tensors
-        return walked(parcel.rest, Place, lambda place: tensors[place.number])
+        piece.rest = parcel.rest or piece.rest
+
+        def filled(tensors: list[Tensor]) -> Any:
+            return walked(piece.rest[0], Place, lambda place: tensors[place.number])
+
+        if parcel.shapes is not None or parcel.rest:
+            piece.content = filled(piece.tensors)
+        return filled([t.clone() for t in piece.tensors]) if copy else piece.content
 
 
 def walked(node: Any, wanted: type, change: Callable[[Any], Any]) -> Any:
