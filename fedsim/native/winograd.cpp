@@ -155,7 +155,7 @@ template <class T> struct Room {
     }
 };
 
-constexpr int64_t AT_ONCE = 1 << 21;  // bytes of tiles, so that they are still in the cache when they are used
+constexpr int64_t AT_ONCE = 1 << 19;  // bytes of tiles, so that they are still in the cache when they are used
 
 template <int R, class T> struct Convolution {
     static constexpr int M = 7 - R;
@@ -193,12 +193,12 @@ template <int R, class T> struct Convolution {
         }
     }
 
-    // of_x is added to.
     void gradients(const T* of_y, const T* x, const T* f, T* of_x, T* of_f) const {
         static thread_local Room<T> for_u, for_v, for_m, for_of_u;
         const Tiles<T> u = for_u.tiles(k, c), of_u = for_of_u.tiles(k, c);
         take<Filters<R>>(filters(f, k, c), u);
         Tiles<T> v = for_v.tiles(at_once(), c), of_m = for_m.tiles(at_once(), k);
+        std::fill_n(of_x, n * h * w * c, 0);
         for (v.first = of_m.first = 0; v.first < tiles(); v.first = of_m.first += at_once()) {
             v.count = of_m.count = std::min(at_once(), tiles() - v.first);
             take<Gradient<Outputs<R>>>(outputs(of_y), of_m);

@@ -38,7 +38,7 @@ def convolution(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
 
 def gradients(grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(of the images, of the filters)."""
-    of_x, of_weight = torch.zeros_like(x), torch.empty_like(weight)
+    of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
     pointers = [t.data_ptr() for t in (grad, x, weight, of_x, of_weight)]
     _library(weight).gradients(*pointers, _sizes(x, weight, padding))
     return of_x, of_weight
