@@ -90,9 +90,9 @@ class Upload:
     """For an aggregator that is `individual`."""
 
 
-def upload(work: Work, result: LocalResult) -> Upload:
-    """The client's last arithmetic: theta - theta_k and its norms."""
-    server = work.server.params
+def upload(work: Work, result: LocalResult, server: Tree | None = None) -> Upload:
+    """The client's last arithmetic: theta - theta_k and its norms. `server` is theta, laid out in memory as theta_k."""
+    server = server or work.server.params
     differences = torch._foreach_sub([*server.values()], [result.params[n] for n in server])
     delta = dict(zip(server, differences, strict=True))
     return Upload(

@@ -66,6 +66,8 @@ def test_the_sequential_engines_bits(methods: tuple[str, ...]) -> None:
 )
 def test_parcels_hold_what_was_packed(shapes: list[list[int]], kind: torch.dtype, value: int) -> None:
     tree = {str(i): torch.full(shape, value).to(kind) for i, shape in enumerate(shapes)}
+    images = torch.arange(120).view(2, 3, 4, 5)
+    tree |= {"channels last": images.contiguous(memory_format=torch.channels_last), "a part": images[:, 1:, ::2]}
     content = {"model": Model(tree, {"b": torch.arange(3)}), "states": {"own": tree}, "lr": 0.1, "none": None}
     sender, receiver = Outbox(), Inbox()
     larger = {"x": torch.ones(5, 5), **content}

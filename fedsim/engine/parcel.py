@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-Shapes = list[tuple[torch.dtype, torch.Size]]
+Shapes = list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
+"""And strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,16 @@ class Piece:
     def hold(self, shapes: Shapes) -> None:
         """Give every tensor its part of the memory."""
         self.shapes, self.tensors, start = shapes, [], 0
-        for dtype, shape in shapes:
-            self.tensors.append(self.memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+        for dtype, shape, strides in shapes:
+            numbers = self.memory[start : start + shape.numel() * dtype.itemsize].view(dtype)
+            self.tensors.append(numbers.as_strided(shape, strides))
             start += room(dtype, shape)
+
+
+def strides(t: Tensor) -> tuple[int, ...]:
+    """As it lies in memory: to lay it out anew takes longer than to copy it."""
+    whole = t.is_contiguous() or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last))
+    return t.stride() if whole else t.contiguous().stride()
 
 
 def room(dtype: torch.dtype, shape: torch.Size) -> int:
@@ -72,11 +80,11 @@ class Outbox:
             return numbers.setdefault(id(tensor), Place(len(numbers)))
 
         rest = [walked(content, Tensor, placed)]
-        shapes = [(t.dtype, t.shape) for t in tensors.values()]
+        shapes = [(t.dtype, t.shape, strides(t)) for t in tensors.values()]
         piece = self._pieces.pop(0)
         self._pieces.append(piece)
         device = next((t.device for t in tensors.values()), piece.memory.device)
-        size = sum(room(*shape) for shape in shapes)
+        size = sum(room(dtype, shape) for dtype, shape, _ in shapes)
         # On a GPU it is a new piece each time: torch then orders what the two processes do with it.
         new, other = size > len(piece.memory) or device.type != "cpu", shapes != piece.shapes
         if new:

@@ -80,4 +80,4 @@ class OneClient:
             return upload(work, train(work, job.clients[0]))
         if self.program is None:
             self.program = Program(work, stacked=False, compile=True, short=self.short)
-        return upload(work, train(work, job.clients[0], self.program))
+        return upload(work, train(work, job.clients[0], self.program), self.program.broadcast(work.server.params))
