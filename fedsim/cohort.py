@@ -91,13 +91,15 @@ class Upload:
 
 
 def upload(work: Work, result: LocalResult, server: Tree | None = None) -> Upload:
-    """The client's last arithmetic: theta - theta_k and its norms. `server` is theta, laid out in memory as theta_k."""
+    """The client's last arithmetic: theta - theta_k and its norms. `server` is theta, laid out in memory as the
+    theta_k of a compiled program."""
+    compiled = server is not None
     server = server or work.server.params
     differences = torch._foreach_sub([*server.values()], [result.params[n] for n in server])
     delta = dict(zip(server, differences, strict=True))
     return Upload(
         delta,
-        work.task.layers.norms(delta),
+        work.task.layers.norms(delta, exact=not compiled),
         result.buffers,
         result.measured,
         result.loss,

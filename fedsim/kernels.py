@@ -141,13 +141,18 @@ def products(a: Tensor, b: Tensor) -> Any:
     return NotImplemented
 
 
+def weighted(a: Tensor, w: Tensor) -> Tensor:
+    """A sum over a stack, together with what comes before it."""
+    return (a * w).sum(1)
+
+
 def in_memory(t: Tensor) -> Tensor:
     """As it is; but the compiler then has it in memory, and does not compute it again wherever it is used."""
     return t.as_strided(t.shape, t.stride())
 
 
 Decompositions = dict[Any, Callable[..., Any]]
-STACKED: Decompositions = {aten.bmm.default: products}
+STACKED: Decompositions = {aten.bmm.default: products, aten.mv.default: weighted}
 CHANNELS_LAST: Decompositions = {
     aten.max_pool2d_with_indices.default: pooled,
     aten.max_pool2d_with_indices_backward.default: pooled_backward,

@@ -23,6 +23,7 @@ from fedsim.task import Task
 from fedsim.types import Turn, Work
 
 torch.set_num_threads(1)
+torch.ones((), requires_grad=True).backward()  # before a test imports torch's tracing modules: see Compiled._make
 cache = tempfile.TemporaryDirectory(prefix="fedsim-tests-")  # a worker's own; removed when it ends
 os.environ["FEDSIM_CACHE"] = cache.name
 
