@@ -48,6 +48,8 @@ ROOT = (
     ),
     *GROUPS,
 )
+CACHED, MANY = 200, 2000
+"""Samples evaluated at a time, where nobody says: what a CPU's cache holds, what keeps a GPU busy."""
 PREVIEW = "preview"
 """partition.preview: draw the partition and stop. Asked of the command, not of the partition."""
 
@@ -97,7 +99,10 @@ def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[s
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
     partition, participation = law(config), group(config, "participation")
     privacy, shared = group(config, "privacy"), group(config, "shared_data")
-    evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **config["eval"]}}, "eval")
+    asked = dict(config["eval"])
+    if asked["batch_size"] is None:
+        asked["batch_size"] = CACHED if where.type == "cpu" else MANY
+    evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **asked}}, "eval")
     assert isinstance(evaluate, Evaluate)
     if partition.num_clients is not None:
         enough(participation, partition.num_clients, privacy)

@@ -2,6 +2,7 @@
 out. The sums are taken in the order of the batches, whoever did them."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from fedsim import kernels
 from fedsim.data import Dataset
 from fedsim.data import rows as chosen
+from fedsim.engine.allocator import keep_freed_memory
 from fedsim.program import Compiled
 from fedsim.task import Evaluation, Task
 from fedsim.types import Model, Tree, Work
@@ -21,25 +23,36 @@ def count(work: Work, part: str) -> int:
     return len(work.data.dataset.test_y if part == TEST else work.data.training_set)
 
 
-def rows(work: Work, part: str, start: int, stop: int, compiled: Compiled | None = None) -> Evaluation:
-    """Of work.model on some of them; `compiled` is `judge`, if it is."""
+def rows(work: Work, part: str, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where some of them are: (x, y, positions in these or None)."""
     data = work.data.dataset
-    index: Tensor | None = None
     if part == TEST:
-        x, y = data.test_x[start:stop], data.test_y[start:stop]
-    else:
-        x, y, index = data.train_x, data.train_y, work.data.training_set[start:stop]
-    if compiled is None:
-        return work.task.evaluate(work.model, data, x, y, stop - start, index)
-    if index is not None:
-        x, y = chosen(x, index), chosen(y, index)
-    with torch.no_grad():
-        loss, right = compiled((work.model.params, work.model.buffers), x, y)
-    return Evaluation(loss, right.float(), work.task.count(y))
+        return data.test_x[start:stop], data.test_y[start:stop], None
+    return data.train_x, data.train_y, work.data.training_set[start:stop]
 
 
-def judge(task: Task, dataset: Dataset) -> Compiled:
-    """(sum of the losses, how many are right) of a batch of samples as they are stored, by a convolutional model."""
+@dataclass
+class Judge:
+    """Evaluates work.model on some rows; by a program that is made for batches of one size, if that is given."""
+
+    size: int | None = None
+    _program: Compiled | None = None
+
+    def __call__(self, work: Work, part: str, start: int, stop: int) -> Evaluation:
+        x, y, index = rows(work, part, start, stop)
+        if self.size != stop - start:
+            return work.task.evaluate(work.model, work.data.dataset, x, y, stop - start, index)
+        if index is not None:
+            x, y = chosen(x, index), chosen(y, index)
+        if self._program is None:
+            self._program = program(work.task, work.data.dataset)
+        with torch.no_grad():
+            loss, right = self._program((work.model.params, work.model.buffers), x, y)
+        return Evaluation(loss, right.float(), work.task.count(y))
+
+
+def program(task: Task, dataset: Dataset) -> Compiled:
+    """(sum of the losses, how many are right) of a batch of samples as they are stored."""
 
     def last(t: Tensor) -> Tensor:
         return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
@@ -60,9 +73,10 @@ def total(parts: Iterable[Evaluation]) -> Evaluation:
     return Evaluation(loss, correct, seen)
 
 
-def alone(work: Work, part: str, batch_size: int) -> Evaluation:
+def whole(work: Work, part: str, batch_size: int, judge: Judge) -> Evaluation:
     """All of them, in this process."""
-    return total(rows(work, part, *cut) for cut in batches(work, part, batch_size))
+    keep_freed_memory()
+    return total(judge(work, part, *cut) for cut in batches(work, part, batch_size))
 
 
 def batches(work: Work, part: str, batch_size: int) -> list[tuple[int, int]]:

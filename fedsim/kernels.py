@@ -141,6 +141,12 @@ def products(a: Tensor, b: Tensor) -> Any:
     return NotImplemented
 
 
+def few_outputs(bias: Tensor, a: Tensor, b: Tensor) -> Any:
+    """Of many rows, the other way round: MKL takes half the time for a product that is wide."""
+    rows, columns = a.shape[0], b.shape[1]
+    return (b.t() @ a.t()).t() + bias if columns <= FEW < rows // 4 else NotImplemented
+
+
 def weighted(a: Tensor, w: Tensor) -> Tensor:
     """A sum over a stack, together with what comes before it."""
     return (a * w).sum(1)
@@ -158,6 +164,7 @@ CHANNELS_LAST: Decompositions = {
     aten.max_pool2d_with_indices_backward.default: pooled_backward,
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
+    aten.addmm.default: few_outputs,
 }
 
 

@@ -19,7 +19,7 @@ METRICS = {
     "client_lr": "learning rate of the clients in this round",
     "comm/down_bytes": "sent out in the round: one model each time, two with SCAFFOLD",
     "comm/up_bytes": "sent back, used or not: one model each, one more with elastic, two with SCAFFOLD",
-    "time/round_s": "wall time of the round, evaluation included",
+    "time/round_s": "wall time of the round, with its evaluation where that is not done beside the next one",
     "client/loss": "sum_k w_k (mean loss of client k's batches, each before its step)",
     "sent/accuracy": "test accuracy of the model that is sent out, where another one is evaluated",
     "sent/loss": "its mean loss on the test set",

@@ -5,6 +5,7 @@ is gone by then, the sizes are fixed, and nothing has to be looked at before eac
 stored: a step makes its inputs of them itself, a batch at a time, while they are in the cache.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Compiled:
         with torch.enable_grad():
             one = torch.ones((), requires_grad=True)
             torch.autograd.grad(one * 1, one)
+        # Where there is CUDA's compiler and no CUDA it would warn, in the middle of a progress bar.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from torch import _inductor  # these here, since they take seconds to import
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from fedsim import check, personal, shared_data
 from fedsim.cohort import Cohort, Untrained
 from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
+from fedsim.engine.beside import Pending
 from fedsim.evaluation import TEST, TRAIN
 from fedsim.metrics import FINITE
 from fedsim.participation.asynchronous import Asynchronous
@@ -160,13 +162,35 @@ def initial_state(exp: Experiment) -> RunState:
     )
 
 
+@dataclass(frozen=True)
+class Played:
+    """A round's end."""
+
+    state: RunState
+    row: Row
+    layers: LayerRows
+    pending: Mapping[str, Pending]
+    """Evaluations that go on beside the next round."""
+
+    def whole_row(self) -> Row:
+        """With these."""
+        return self.row | fetch({}, {name: e.result() for name, e in self.pending.items()}, {})[0]
+
+
 def run(exp: Experiment, state: RunState, after_round: Callable[[RunState, Row, LayerRows], None]) -> RunState:
     """Play the rounds that are left, handing each one's end to `after_round`. Stops early where a loss diverges."""
-    while state.round < exp.rounds:
-        state, row, layers = play(exp, state)
-        after_round(state, row, layers)
-        if diverged(row):
-            break
+    behind = deque[Played]()
+    while state.round < exp.rounds or behind:
+        if state.round < exp.rounds:
+            behind.append(begin(exp, state))
+            state = behind[-1].state
+        # One may still be evaluated while the next is trained.
+        while behind and (not behind[0].pending or len(behind) == 2 or state.round == exp.rounds):
+            played = behind.popleft()
+            row = played.whole_row()
+            after_round(played.state, row, played.layers)
+            if diverged(row):
+                return played.state
     return state
 
 
@@ -175,6 +199,12 @@ def diverged(row: Row) -> bool:
 
 
 def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
+    """One round, to its end."""
+    played = begin(exp, state)
+    return played.state, played.whole_row(), played.layers
+
+
+def begin(exp: Experiment, state: RunState) -> Played:
     """One round: sample, train, aggregate, step, measure."""
     started = time.perf_counter()
     turn = exp.participation(exp.seed, state.round, exp.steps, state.clock)
@@ -183,7 +213,7 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
     work = assign(exp, state, turn)
     trained = exp.engine(work, clients, weights(exp, clients))
     after, cohort, learned = learn(exp, state, trained)
-    row, layer_rows = measure(exp, state, work, cohort, learned, after)
+    row, layer_rows, pending = measure(exp, state, work, cohort, learned, after)
     row |= account(exp, state, turn, after.model)
     row["clients/arrived"], row["client_lr"] = len(clients), work.lr
     row["time/round_s"] = time.perf_counter() - started
@@ -194,7 +224,7 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
         clock=turn.clock,
         underway=underway(state, turn, Broadcast(after.model, after.rule)),
     )
-    return after, row, layer_rows
+    return Played(after, row, layer_rows, pending)
 
 
 def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple[RunState, Cohort, Learned | None]:
@@ -294,13 +324,13 @@ def measure(
     cohort: Cohort,
     learned: Learned | None,
     after: RunState,
-) -> tuple[Row, LayerRows]:
+) -> tuple[Row, LayerRows, Mapping[str, Pending]]:
     """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
     layers, model = exp.task.layers, after.model
     direction = learned.direction if learned else Direction({})
     norms = {"N": cohort.N, "E": cohort.E, "N_server": learned.moved if learned else torch.zeros_like(cohort.N)}
     values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
-    evaluations: dict[str, Evaluation] = {}
+    evaluations: dict[str, Evaluation | Pending] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
         averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
         evaluations = evaluate(exp, work, model, averaged)
@@ -311,7 +341,9 @@ def measure(
             again = replace(again, lr=exp.schedule(exp.client_optimizer.lr, state.round))
             values |= personal.accuracy(again, exp.eval.personal_clients, exp.eval.batch_size)
 
-    row, columns = fetch(values, evaluations, norms | direction.layers)
+    pending = {name: e for name, e in evaluations.items() if isinstance(e, Pending)}
+    done = {name: e for name, e in evaluations.items() if isinstance(e, Evaluation)}
+    row, columns = fetch(values, done, norms | direction.layers)
     for name in norms:
         for part, norm in zip(layers.parts, columns[name][len(layers.names) :], strict=True):
             row[f"norm/{name}" + ("" if part == "all" else f"_{part}")] = norm
@@ -320,7 +352,7 @@ def measure(
     if row["norm/E"] > 0:
         row["norm/N_over_E"] = row["norm/N"] / row["norm/E"]
     row["norm/N_integrated"] = state.norm_integrated + row["norm/N_server"]
-    return row, layer_rows
+    return row, layer_rows, pending
 
 
 def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
@@ -332,11 +364,11 @@ def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
     return shares
 
 
-def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[str, Evaluation]:
+def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[str, Evaluation | Pending]:
     """The model the aggregator says is judged, and the one that is sent out beside it where that is another."""
     judged = averaged if exp.aggregator.evaluate == "averaged" else sent
 
-    def on(part: str, model: Model) -> Evaluation:
+    def on(part: str, model: Model) -> Evaluation | Pending:
         return exp.engine.evaluate(replace(work, model=model), part, exp.eval.batch_size)
 
     result = {"test": on(TEST, judged)}
@@ -358,6 +390,8 @@ def fetch(
             # Whole numbers are divided as such; a count that lies on the device is not waited for.
             scalars[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
     pieces = [t.reshape(-1) for t in scalars.values()] + list(vectors.values())
+    if not pieces:
+        return {}, {}
     flat: list[float] = torch.cat([t if t.dtype == torch.float32 else t.float() for t in pieces]).tolist()
     row: Row = dict(zip(scalars, flat, strict=False))
     for name, e in evaluations.items():

@@ -9,6 +9,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fedsim.cohort import Cohort, Untrained
     from fedsim.data import ClientData, FederatedData
+    from fedsim.engine.beside import Pending
     from fedsim.privacy.channel import Privacy
     from fedsim.task import Evaluation, Task
 
@@ -300,6 +301,6 @@ class Engine(Protocol):
     """Trains the cohort and reduces it. Neither algorithms nor aggregators can see which engine runs them."""
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort | Untrained": ...
-    def evaluate(self, work: Work, part: str, batch_size: int) -> "Evaluation":
-        """Of work.model, on the `test` set or on what the clients `train` on."""
+    def evaluate(self, work: Work, part: str, batch_size: int) -> "Evaluation | Pending":
+        """Of work.model, on the `test` set or on what the clients `train` on; now, or beside the rounds to come."""
         ...

@@ -16,6 +16,7 @@ from fedsim.engine.auto import CALLS, FEWER_CALLS, Auto, settle
 from fedsim.evaluation import TEST, TRAIN
 from fedsim.native import X86
 from fedsim.runner import extent, first_work
+from fedsim.task import Evaluation
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 MLP = ["dataset=mnist5k", "model=mlp"]
@@ -41,7 +42,7 @@ LONG = "rounds=100000"
     ("keys", "expected"),
     [
         ([*MLP, "rounds=20"], {"name": "sequential", "workers": 1, "compile": False}),
-        ([*MLP, LONG], {"name": "vmap", "stack": 5, "workers": 1, "compile": True}),
+        ([*MLP, LONG], {"name": "vmap", "stack": 5, "workers": 1, "compile": True, "evaluation": 200}),
         # 101,770 parameters x 10 clients x 500 samples is a long round: a worker a core
         ([*MLP, LONG, "partition=iid", "partition.num_clients=10", "participation.clients_per_round=10"],
          {"name": "vmap", "stack": 5, "workers": 2, "compile": True}),
@@ -71,12 +72,13 @@ LSTM = ["model=lstm_shakespeare", "model.hidden=4"]
     ids=["ours", "bf16", "another"],
 )
 def test_recurrent_layers_are_not_unrolled(keys: list[str], compiled: bool) -> None:
-    """Our own LSTM has a kernel, for one thread; what else loops over time has none."""
+    """Our own LSTM has a kernel, for one thread and for training; what else loops over time has none."""
     words = ["dataset=custom", "dataset.load=sequences.counting", "partition=natural", LONG]
     exp = experiment(*words, *keys, "participation.clients_per_round=3")
     for threads in (1, 2):
         found = settle(Auto(None, None, threads, "auto"), first_work(exp), extent(exp), {})[1]
         assert (found["name"], found["compile"]) == ("process", compiled and threads == 1)
+        assert "evaluation" not in found
 
 
 def test_compiling_begins_where_a_run_has_enough_steps() -> None:
@@ -116,21 +118,24 @@ def test_short_batches_that_come_often_are_compiled_for(rounds: int) -> None:
     ],
     ids=str,
 )
-def test_long_evaluations_of_convolutions_are_compiled(keys: list[str], expected: int | None) -> None:
+def test_long_evaluations_are_compiled(keys: list[str], expected: int | None) -> None:
     exp = experiment(*CNN, "engine=auto", "rounds=3000", "eval.train=false", *keys)
     assert exp.engine_choice.get("evaluation") == expected
     assert exp.engine.evaluation == expected  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("model", ["cnn_mnist", "resnet20"])
-def test_compiled_evaluation(model: str) -> None:
+@pytest.mark.parametrize("model", ["logistic", "mlp", "cnn_mnist", "resnet20"])
+@pytest.mark.parametrize("engine", ["sequential", "vmap"])
+def test_compiled_evaluation(model: str, engine: str) -> None:
     """1,000 test samples and 3,600 to train on, in batches of 300; the last ones are short."""
-    keys = ["dataset=mnist5k", f"model={model}", "partition=iid", "eval.batch_size=300", "engine=sequential"]
-    exp = experiment(*keys, "engine.compile=true")
-    engine = replace(exp.engine, evaluation=300)  # type: ignore[type-var]
+    keys = ["dataset=mnist5k", f"model={model}", "partition=iid", "eval.batch_size=300", "rounds=1"]
+    exp = experiment(*keys, f"engine={engine}", "engine.compile=true")
+    compiled = replace(exp.engine, evaluation=300)  # type: ignore[type-var]
     for part in (TEST, TRAIN):
-        expected = experiment(*keys).engine.evaluate(first_work(exp), part, 300)
-        found = engine.evaluate(first_work(exp), part, 300)
+        expected = experiment(*keys, "engine=sequential").engine.evaluate(first_work(exp), part, 300)
+        found = compiled.evaluate(first_work(exp), part, 300)
+        assert isinstance(expected, Evaluation)
+        assert isinstance(found, Evaluation)
         assert found.count == expected.count
         assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-5)
         assert found.correct is not None

@@ -18,7 +18,9 @@ keeps it.
                                                    client's, but for that of our own LSTM on one thread of an x86; for
                                                    a single client's last batch, which may be short, where its size
                                                    comes as often
-    evaluation is compiled                         where steps with convolutions are, and every process evaluates
+    evaluation goes on beside the next round       where this process alone trains, on a CPU with a core to spare, and
+                                                   parameters x samples evaluated in the run >= BESIDE
+    evaluation is compiled                         where steps are, without loops over time, and every process evaluates
                                                    EVALUATED samples or more in the run
 
 Where vmap is meant but the model cannot be stacked, process takes its place.
@@ -46,6 +48,7 @@ from fedsim.types import Engine, Tree, Work
 LONG_ROUND = 10**8
 CALLS, FEWER_CALLS = 4_000, 1_500
 EVALUATED = 100_000
+BESIDE = 10**10
 
 
 @dataclass(frozen=True)
@@ -97,24 +100,35 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
             raise check.InputError(f"engine=vmap cannot train this model: {reason}; use engine=process")
         size, workers, calls = plan_of_stacks(engine, work, extent)
         compiles = settled_compile(engine.compile, work, calls, before, unrolled=loops(work))
-        stacks = replace(engine, workers=workers, compile=compiles, stack=size)
-        return stacks, {"name": name, "stack": size, "workers": workers, "compile": compiles}
+        decided: dict[str, Any] = {"stack": size, "workers": workers, "compile": compiles}
+        decided |= other_batches(work, extent, 1, before, short=False) if compiles else {}
+        beside = evaluates_beside(work, extent, workers * engine.threads)
+        return replace(engine, **decided, beside=beside), {"name": name, **decided}
     assert isinstance(engine, Sequential | Process)
     workers = 1
     if isinstance(engine, Process):
         workers = engine.workers or os.cpu_count() or 1
         engine = replace(engine, workers=workers)
+    else:
+        engine = replace(engine, beside=evaluates_beside(work, extent, engine.threads))
     calls = extent.rounds * extent.steps * extent.clients / workers
     unrolled = loops(work) and (engine.threads > 1 or not has_kernel(work))
     compiles = settled_compile(engine.compile, work, calls, before, unrolled)
-    sizes: dict[str, Any] = {}
-    if compiles and "compile" in before:
-        sizes = {key: before[key] for key in ("short", "evaluation") if key in before}
-    elif compiles:
-        sizes["short"] = short_batches(work, extent.rounds * extent.clients / workers)
-        sizes["evaluation"] = convolves(work) and extent.evaluated >= EVALUATED * workers and extent.evaluated_at_once
-        sizes = {key: value for key, value in sizes.items() if value}
+    sizes = other_batches(work, extent, workers, before, short=True) if compiles else {}
     return replace(engine, compile=compiles, **sizes), {"name": name, "workers": workers, "compile": compiles, **sizes}
+
+
+def other_batches(work: Work, extent: Extent, workers: int, before: Mapping[str, Any], short: bool) -> dict[str, Any]:
+    """Sizes of batches that are compiled for beside the usual one: a client's last, which may be `short`, and those of
+    an evaluation."""
+    if "compile" in before:
+        return {key: before[key] for key in ("short", "evaluation") if key in before}
+    often = not loops(work) and extent.evaluated >= EVALUATED * workers
+    sizes = {
+        "short": short and short_batches(work, extent.rounds * extent.clients / workers),
+        "evaluation": often and extent.evaluated_at_once,
+    }
+    return {key: value for key, value in sizes.items() if value}
 
 
 def short_batches(work: Work, turns: float) -> list[int]:
@@ -123,6 +137,13 @@ def short_batches(work: Work, turns: float) -> list[int]:
     sizes, counts = np.unique(work.data.sizes % (work.client.batch_size or 1), return_counts=True)
     often = turns * work.client.epochs * counts / counts.sum() >= enough(work)
     return [int(size) for size in sizes[often] if size]
+
+
+def evaluates_beside(work: Work, extent: Extent, processors: int) -> bool:
+    """Whether a process of its own evaluates, where training takes one processor: what it finds does not depend on
+    it."""
+    alone = processors == 1 and on_cpu(work) and (os.cpu_count() or 1) > 1
+    return alone and parameters(work) * extent.evaluated >= BESIDE
 
 
 def enough(work: Work) -> int:

@@ -73,7 +73,8 @@ class Pool:
         weakref.finalize(self, stop, self._workers)
 
     def run(self, work: Work, jobs: Sequence[Job], lend: bool = False) -> Iterator[Any]:
-        """The jobs' results, in order. `lend`: one may lie in memory that is used again when the next is asked for."""
+        """Begin with the jobs; their results, in order. `lend`: one may lie in memory that is used again when the next
+        is asked for."""
         changing = {f.name: getattr(work, f.name) for f in fields(work) if f.name not in STATIC}
         states = changing.pop("states")
         waiting, done = list(range(len(jobs))), dict[int, Any]()
@@ -100,20 +101,23 @@ class Pool:
                     kept = {k: states[k] for k in jobs[number].clients if k in states}
                     self._send(worker, (jobs[number], worker.states.pack(kept) if kept else None))
 
+        def results() -> Iterator[Any]:
+            for place in range(len(jobs)):
+                while place not in done:
+                    for ready in wait([end for end, (_, own) in given.items() if own]):
+                        assert isinstance(ready, Connection)
+                        worker, own = given[ready]
+                        # A worker has two pieces of memory for its results and at most two jobs: the piece that is lent
+                        # is not written to before a job is handed out after it.
+                        done[own[0]] = self._result(worker, copy=not lend or own[0] != place)
+                        own.popleft()
+                        if place not in done:
+                            hand_out()
+                yield done.pop(place)
+                hand_out()
+
         hand_out()
-        for place in range(len(jobs)):
-            while place not in done:
-                for ready in wait([end for end, (_, own) in given.items() if own]):
-                    assert isinstance(ready, Connection)
-                    worker, own = given[ready]
-                    # A worker has two pieces of memory for its results and at most two jobs: the piece that is lent
-                    # is not written to before a job is handed out after it.
-                    done[own[0]] = self._result(worker, copy=not lend or own[0] != place)
-                    own.popleft()
-                    if place not in done:
-                        hand_out()
-            yield done.pop(place)
-            hand_out()
+        return results()
 
     def _send(self, worker: Worker, message: object) -> None:
         try:

@@ -11,8 +11,9 @@ from fedsim import check, evaluation
 from fedsim.cohort import Cohort, CohortSum, Upload, upload
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
+from fedsim.evaluation import Judge
 from fedsim.local import train
-from fedsim.program import Compiled, Program
+from fedsim.program import Program
 from fedsim.task import Evaluation
 from fedsim.trees import mapped
 from fedsim.types import Work
@@ -36,7 +37,7 @@ class Process:
         keep_freed_memory()
         torch.set_num_threads(self.threads)  # before the workers are made, which inherit what threads have begun
         if not self._pools:
-            do = OneClient(self.compile is True, self.short, self.evaluation)
+            do = OneClient(self.compile is True, self.short, Judge(self.evaluation))
             self._pools.append(Pool(self.workers or os.cpu_count() or 1, self.threads, work, do))
         total = CohortSum(work, len(clients))
         jobs = [Job([client], [weight]) for client, weight in zip(clients, weights, strict=True)]
@@ -50,7 +51,7 @@ class Process:
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
         """Its batches are jobs as clients are: a network's pass over the test set takes longer than many a round."""
         if not self._pools:
-            return evaluation.alone(work, part, batch_size)
+            return evaluation.whole(work, part, batch_size, Judge(self.evaluation))
         jobs = [Job(rows=(part, *cut)) for cut in evaluation.batches(work, part, batch_size)]
         return evaluation.total(self._pools[0].run(replace(work, states={}), jobs))
 
@@ -61,19 +62,11 @@ class OneClient:
 
     compile: bool
     short: Sequence[int]
-    evaluation: int | None
+    judge: Judge
     program: Program | None = None
-    judge: Compiled | None = None
 
     def __call__(self, work: Work, job: Job) -> Upload | Evaluation:
-        return self.trained(work, job) if job.rows is None else self.evaluated(work, *job.rows)
-
-    def evaluated(self, work: Work, part: str, start: int, stop: int) -> Evaluation:
-        if self.evaluation != stop - start:
-            return evaluation.rows(work, part, start, stop)
-        if self.judge is None:
-            self.judge = evaluation.judge(work.task, work.data.dataset)
-        return evaluation.rows(work, part, start, stop, self.judge)
+        return self.trained(work, job) if job.rows is None else self.judge(work, *job.rows)
 
     def trained(self, work: Work, job: Job) -> Upload:
         if not self.compile:

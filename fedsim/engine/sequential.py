@@ -8,8 +8,10 @@ import torch
 from fedsim import check, evaluation
 from fedsim.cohort import Cohort, CohortSum
 from fedsim.engine.allocator import keep_freed_memory
+from fedsim.engine.beside import Beside, Pending
 from fedsim.engine.pool import Job
 from fedsim.engine.process import OneClient
+from fedsim.evaluation import Judge
 from fedsim.task import Evaluation
 from fedsim.types import Work
 
@@ -22,11 +24,14 @@ class Sequential:
     """Sizes of a last batch that are compiled for too, once that is settled."""
     evaluation: int | None = None
     """Size of the batches that an evaluation is compiled for, if it is."""
+    beside: bool = False
+    """Whether a process of its own evaluates."""
     _do: list[OneClient] = field(default_factory=list, init=False, compare=False, repr=False)
+    _beside: list[Beside] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check.resources(None, self.threads, self.compile)
-        self._do.append(OneClient(self.compile is True, self.short, self.evaluation))
+        self._do.append(OneClient(self.compile is True, self.short, Judge(self.evaluation)))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()
@@ -36,6 +41,8 @@ class Sequential:
             total.add(client, weight, self._do[0].trained(work, Job([client], [weight])))
         return total.result()
 
-    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
-        cuts = evaluation.batches(work, part, batch_size)
-        return evaluation.total(self._do[0].evaluated(work, part, *cut) for cut in cuts)
+    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:
+        judge = self._do[0].judge
+        if self.beside and not self._beside:
+            self._beside.append(Beside(work, judge, batch_size))
+        return self._beside[0](work, part) if self._beside else evaluation.whole(work, part, batch_size, judge)

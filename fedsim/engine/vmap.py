@@ -13,7 +13,9 @@ from fedsim import check, evaluation, stack
 from fedsim.cohort import Cohort, CohortSum, Partial, Untrained, Upload
 from fedsim.engine.ahead import Ahead, made, worth_it
 from fedsim.engine.allocator import keep_freed_memory
+from fedsim.engine.beside import Beside, Pending
 from fedsim.engine.pool import Job, Pool
+from fedsim.evaluation import Judge
 from fedsim.program import Program
 from fedsim.task import Evaluation
 from fedsim.types import Work
@@ -31,8 +33,14 @@ class Vmap:
     compile: bool | str
     stack: int | None = None
     """Clients in a stack, once that is settled."""
+    evaluation: int | None = None
+    """Size of the batches that an evaluation is compiled for, if it is."""
+    beside: bool = False
+    """Whether a process of its own evaluates."""
     _pools: list[Pool] = field(default_factory=list, init=False, compare=False, repr=False)
     _do: list["OneStack"] = field(default_factory=list, init=False, compare=False, repr=False)
+    _judge: list[Judge] = field(default_factory=list, init=False, compare=False, repr=False)
+    _beside: list[Beside] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -61,8 +69,12 @@ class Vmap:
             total.add(client, weight[client], alone[client])
         return total.result()
 
-    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
-        return evaluation.alone(work, part, batch_size)
+    def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:
+        if not self._judge:
+            self._judge.append(Judge(self.evaluation))
+        if self.beside and not self._beside:
+            self._beside.append(Beside(work, self._judge[0], batch_size))
+        return self._beside[0](work, part) if self._beside else evaluation.whole(work, part, batch_size, self._judge[0])
 
     def _done(self, work: Work, jobs: Sequence[Job]) -> Iterator[Partial | list[Upload]]:
         workers = self.workers or 1
