@@ -23,7 +23,7 @@ from fedsim.reporting.verdicts import (
 )
 
 SCALES = {
-    "full": "scale=full: the paper's rounds.",
+    "full": "scale=full: the paper's rounds, where no others were typed.",
     "short": "scale=short: fewer rounds than the paper's; its values are not expected, its directions are.",
     "smoke": "scale=smoke: two rounds on small made-up data, to see that it runs. Nothing is judged by it or checked.",
 }
@@ -61,7 +61,8 @@ def overview(boards: Sequence[Board]) -> Sheet:
         wrong = list(failures(board))
         cells = f"{states.count('')} of {len(states)}"
         tone = FAINT if board.smoke else BAD if wrong else GOOD
-        check = "not checked" if board.smoke else f"{len(wrong)} fail" if wrong else "passes"
+        some = f", {len(board.begun)} of {len(board.rows)} rows" if len(board.begun) < len(board.rows) else ""
+        check = "not checked" if board.smoke else f"{len(wrong)} fail" if wrong else f"passes{some}"
         if not wrong and not board.smoke and not states_something(board):
             check, tone = "nothing stated", FAINT
         claims = f"{passed} of {len(found)}" if found else "-"
