@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
-from fedsim.kernels import CHANNELS_LAST
+from fedsim.kernels import CHANNELS_LAST, STACKED
 from fedsim.native import X86
 from fedsim.program import Compiled
 from fedsim.types import Tree
@@ -57,6 +57,24 @@ def test_gradients(name: str) -> None:
         found = Compiled(gradient, CHANNELS_LAST)(params, x)
     assert recorded.count("fedsim.winograd.default") == recorded.count("fedsim.winograd_backward") == TILED[name]
     assert_close(found, gradient(params, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["own weights", "one's weights for all"])
+def test_products_of_a_stack(apart: bool) -> None:
+    """A layer of few outputs and its weights' gradients, as sums instead of products."""
+    r = torch.Generator().manual_seed(0)
+    x = torch.rand(3, 5, 40, dtype=torch.float64, generator=r)
+    w = torch.rand(*((3,) if apart else ()), 4, 40, dtype=torch.float64, generator=r)
+
+    def gradients(w: Tensor, x: Tensor) -> Tensor:
+        one = grad(lambda w, x: nn.functional.linear(x, w).pow(3).sum())
+        found: Tensor = vmap(one, in_dims=(0 if apart else None, 0))(w, x)
+        return found
+
+    recorded = make_fx(gradients, STACKED)(w, x).code
+    assert "mm" not in recorded
+    expected = torch.stack([3 * (b @ v.T).square().T @ b for b, v in zip(x, w.expand(3, 4, 40), strict=True)])
+    assert_close(Compiled(gradients, STACKED)(w, x), expected, rtol=1e-12, atol=1e-12)
 
 
 FORKED = """

@@ -1,6 +1,7 @@
 """Identities and bookkeeping of whole rounds."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 from fedsim.data import FederatedData, Split
 from fedsim.local import train
+from fedsim.logger.base import RunInfo
+from fedsim.logger.console import Console
 from fedsim.runner import Experiment, initial_state, run, weights
 from fedsim.types import Model
 
@@ -314,3 +317,13 @@ def test_participation_is_uniform_without_replacement() -> None:
     assert all(len(set(c)) == 2 for c in cohorts)
     counts = np.bincount(np.array(cohorts).ravel(), minlength=6)
     assert np.abs(counts - 1000).max() < 5 * np.sqrt(3000 * (1 / 3) * (2 / 3))
+
+
+def test_plain_lines_tell_the_mean_of_their_rounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One round in fifty may be evaluated, and take ten times as long."""
+    console = Console()
+    console.open(RunInfo(tmp_path, "a run", "id", {}, rounds=40, start=0))
+    for number, seconds in ((1, 0.2), (2, 1.0), (3, 0.0004), (4, 0.0005)):
+        console.log({"round": number, "time/round_s": seconds, "client/loss": 1.0}, {})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rsplit("  ", 1)[1] for line in lines[1:]] == ["0.6 s/round", "0.00045 s/round"]

@@ -1,5 +1,7 @@
 """What one sees while a run goes on: a live bar on a terminal, plain lines elsewhere."""
 
+from statistics import fmean
+
 from rich.console import Console as Terminal
 from rich.progress import (
     BarColumn,
@@ -22,7 +24,9 @@ class Console:
         self._progress: Progress | None = None
 
     def open(self, run: RunInfo) -> None:
-        self._rounds, self._shown = run.rounds, ""
+        self._rounds = run.rounds
+        # Of the rounds since the last line: one with an evaluation in it says little of the others.
+        self._seconds: list[float] = []
         self._accuracy: float | None = None
         self._personal: float | None = None
         again = f", going on after round {run.start}" if run.start else ""
@@ -47,10 +51,12 @@ class Console:
         if self._progress is not None:
             self._progress.update(self._task, completed=row["round"], shown=shown)
             return
+        self._seconds.append(row["time/round_s"])
         step = max(1, self._rounds // PLAIN_LINES)
         if row["round"] % step == 0 or row["round"] == self._rounds:
-            plain = f"round {row['round']:.0f}/{self._rounds}  {shown}  {row['time/round_s']:.2f} s/round"
+            plain = f"round {row['round']:.0f}/{self._rounds}  {shown}  {fmean(self._seconds):.3g} s/round"
             self._terminal.print(plain, markup=False, highlight=False, soft_wrap=True)
+            self._seconds.clear()
 
     def close(self) -> None:
         if self._progress is not None:
