@@ -91,6 +91,14 @@ def determinism(active: bool, where: torch.device) -> None:
         torch.use_deterministic_algorithms(active, warn_only=True)
 
 
+def on_device(config: Mapping[str, Any], where: torch.device) -> dict[str, Any]:
+    """With what the device decides where nobody says: a run that goes on elsewhere goes on with the same."""
+    asked = dict(config["eval"])
+    if asked["batch_size"] is None:
+        asked["batch_size"] = CACHED if where.type == "cpu" else MANY
+    return {**config, "eval": asked}
+
+
 def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[str, Any] | None = None) -> Experiment:
     """Build everything, cheap and easily refused parts first. `before` says how a run that goes on was trained."""
     client, client_optimizer = group(config, "client"), group(config, "client_optimizer")
@@ -99,9 +107,7 @@ def experiment(config: Mapping[str, Any], where: torch.device, before: Mapping[s
     aggregator, server_optimizer = group(config, "aggregator"), group(config, "server_optimizer")
     partition, participation = law(config), group(config, "participation")
     privacy, shared = group(config, "privacy"), group(config, "shared_data")
-    asked = dict(config["eval"])
-    if asked["batch_size"] is None:
-        asked["batch_size"] = CACHED if where.type == "cpu" else MANY
+    asked = on_device(config, where)["eval"]
     evaluate = group({"eval": {"_target_": "fedsim.runner.Evaluate", **asked}}, "eval")
     assert isinstance(evaluate, Evaluate)
     if partition.num_clients is not None:

@@ -45,6 +45,8 @@ class Command:
     typed: list[str]
     summaries: dict[Path, dict[str, Any]] = field(default_factory=dict)
     exit_code: int = 0
+    _attempted: set[Path] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
 
     def play(self, cfg: DictConfig) -> None:
         """One run: Hydra calls this once, or once for each job of a sweep."""
@@ -69,10 +71,20 @@ class Command:
         except InputError as error:
             self.complain(str(error))
             return
+        without: list[str] = []
         for cell in cells:
+            if any(self._failed(cell.beside(column)) for column in table.paired_columns(cell)):
+                without.append(cell.column)
+                self._attempted.add(cell.folder)
+                continue
             self.run(
                 Job(cell.folder, cell.name, partial(table.resolved, cell), cell.choices, cell.overrides, cell.place),
                 in_sweep=True,
+            )
+        if without:
+            columns = ", ".join(dict.fromkeys(without))
+            self.complain(
+                f"{len(without)} cells left out (column {columns}): what they take values from did not finish"
             )
         if self.summaries:
             report.filled(cells[0].folder.parent)
@@ -83,12 +95,14 @@ class Command:
         from fedsim.session import Request, execute, preview
 
         folder, where = job.folder, None
+        self._attempted.add(folder)
         try:
             config = job.config()
             where = config["device"]
             build.check_root(config)
             device = where = build.device(config["device"])
             build.determinism(config["deterministic"], device)
+            config = build.on_device(config, device)
             request = Request(folder, job.name, config, job.choices, job.overrides, device, job.place)
             if config["partition"]["preview"]:
                 report.preview(folder, preview(request, lambda: build.federated_data(config, device)))
@@ -109,8 +123,15 @@ class Command:
         if summary["status"] == "interrupted":
             sys.exit(BY_SIGNAL[summary["signal"]])
 
+    def _failed(self, folder: Path) -> bool:
+        """Whether that run was tried in this command and did not finish."""
+        return folder in self._attempted and self.summaries.get(folder, {}).get("status") != "finished"
+
     def complain(self, message: str) -> None:
-        print(f"fedsim: error: {' '.join(message.split())}", file=sys.stderr)
+        """Once, however many cells of a table it concerns."""
+        if message not in self._said:
+            print(f"fedsim: error: {' '.join(message.split())}", file=sys.stderr)
+        self._said.add(message)
         self.exit_code = max(self.exit_code, BAD_INPUT)
 
 

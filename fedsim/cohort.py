@@ -131,7 +131,7 @@ class CohortSum:
         self._sum.expect("delta", server.params)
         # A counter among the buffers (batch norm's num_batches_tracked) is averaged as a float and rounded back.
         self._sum.expect("buffers", {n: torch.zeros_like(b, dtype=_summable(b)) for n, b in server.buffers.items()})
-        self._E = torch.zeros(len(layers.names) + len(layers.parts), device=layers.members.device)
+        self._E = layers.no_norms()
         self._loss = torch.zeros((), device=layers.members.device)
         self._states: dict[int, State] = {}
         self._reports: list[Tensor] = []

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 
-from fedsim import build, check, table
+from fedsim import build, check, fetch, table
+from fedsim.folder import differences
 from fedsim.runner import Experiment, extent, initial_state, play
 from fedsim.table import Cell
 
@@ -52,6 +54,9 @@ def each(cells: Sequence[Cell]) -> Iterator[Forecast]:
         config = table.resolved(cell, UNKNOWN)
         before, rounds = summary(cell.folder), config["rounds"]
         done, status = before.get("rounds", 0), before.get("status", "new")
+        if before and (differing := changed(cell)):
+            yield Forecast(f"made by another config ({'; '.join(differing)})", done, rounds, math.nan)
+            continue
         if status == "diverged" or (status == "finished" and done >= rounds):
             yield Forecast(status, done, rounds, 0.0)
             continue
@@ -65,6 +70,17 @@ def each(cells: Sequence[Cell]) -> Iterator[Forecast]:
         later = before.get("round_s", {}).get("median_later", pace.later)
         evaluations = -(-rounds // config["eval"]["every"]) - done // config["eval"]["every"]
         yield Forecast(status, done, rounds, pace.first + later * (rounds - done) + pace.evaluation * evaluations)
+
+
+def changed(cell: Cell) -> list[str]:
+    """In what a cell differs from its run that has begun, which will be refused then."""
+    try:
+        config = table.resolved(cell)
+        now = build.on_device(config, build.device(config["device"]))
+        stored = yaml.safe_load((cell.folder / "config.yaml").read_text(encoding="utf-8"))
+    except (check.InputError, OSError, yaml.YAMLError):
+        return []  # the run itself will say
+    return differences(stored, now) if isinstance(stored, dict) else []
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -87,7 +103,8 @@ def tried(cell: Cell, config: dict[str, Any], found: dict[str, Pace]) -> Pace | 
     they are long, with some of their clients only. What `found` has of cells whose clients do the same is taken."""
     try:
         where = build.device(config["device"])
-        exp = build.experiment({**config, "engine": {**config["engine"], "compile": False}}, where)
+        with fetch.only_what_is_here():
+            exp = build.experiment({**config, "engine": {**config["engine"], "compile": False}}, where)
     except check.InputError as error:
         return str(error)
     measures, whole = exp.aggregator.probe is not None, exp.aggregator.individual

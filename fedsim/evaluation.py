@@ -48,7 +48,7 @@ class Judge:
             self._program = program(work.task, work.data.dataset)
         with torch.no_grad():
             loss, right = self._program((work.model.params, work.model.buffers), x, y)
-        return Evaluation(loss, right.float(), work.task.count(y))
+        return Evaluation(loss, right.float() if work.task.classification else None, work.task.count(y))
 
 
 def program(task: Task, dataset: Dataset) -> Compiled:

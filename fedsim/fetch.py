@@ -24,6 +24,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -72,12 +73,27 @@ class Job:
     timeout: float
 
 
+_only_here = ContextVar("only_here", default=False)
+
+
+@contextmanager
+def only_what_is_here() -> Iterator[None]:
+    """Nothing is fetched meanwhile: to ask what a run would take is not to run it."""
+    token = _only_here.set(True)
+    try:
+        yield
+    finally:
+        _only_here.reset(token)
+
+
 def ensure(name: str, data_dir: str | Path, layouts: Sequence[str] | None = None) -> tuple[str, list[Path]]:
     """What lies here, unverified; if it is not all there, what the official site gives without much waiting."""
     root = Path(data_dir).expanduser()
     try:
         return official.locate(name, root, layouts)
     except check.InputError as missing:
+        if _only_here.get():
+            raise
         new = not root.exists()
         try:
             return get(name, root, "official", layouts, attempts=1, timeout=5)

@@ -44,6 +44,10 @@ class Layers:
             squares = torch.stack(torch._foreach_norm(tensors)).square()
         return torch.cat([squares, (self.members * squares).sum(1)]).sqrt()
 
+    def no_norms(self) -> Tensor:
+        """Where nothing has moved."""
+        return self.members.new_zeros(len(self.names) + len(self.parts))
+
     def stacked_norms(self, tree: Tree) -> Tensor:
         """The same of every client of a stack: [K, L + P]."""
         squares = torch.stack([tree[name].flatten(1).square().sum(1) for name in self.names], 1)

@@ -19,7 +19,7 @@ METRICS = {
     "client_lr": "learning rate of the clients in this round",
     "comm/down_bytes": "sent out in the round: one model each time, two with SCAFFOLD",
     "comm/up_bytes": "sent back, used or not: one model each, one more with elastic, two with SCAFFOLD",
-    "time/round_s": "wall time of the round, with its evaluation where that is not done beside the next one",
+    "time/round_s": "wall time of the round and its evaluation (of one beside the next round, what was waited for it)",
     "client/loss": "sum_k w_k (mean loss of client k's batches, each before its step)",
     "sent/accuracy": "test accuracy of the model that is sent out, where another one is evaluated",
     "sent/loss": "its mean loss on the test set",
@@ -53,6 +53,9 @@ LAYER_METRICS = {
     "N_server": "N_server over this layer alone",
     "boosted_fraction": "share of its scalar parameters with zeta > 1 (elastic)",
 }
+
+NORMS = ("N", "E", "N_server")
+"""Measured by layer and part in every round."""
 
 EVALUATED = ("test/", "train/", "sent/", "personal/")
 """Metrics of evaluation rounds only (eval.every); blank in between."""

@@ -19,6 +19,10 @@ PLACE = ("experiment", "row", "column", "scale")
 """Where a run stands in a paper's table, if it is a cell of one."""
 
 
+OF_METRICS = ("test_", "train_", "sent_", "personal_")
+"""Numbers of a summary that are taken from metrics.csv."""
+
+
 @dataclass(frozen=True)
 class Results:
     """`run` joins the four; it is the run's folder."""
@@ -33,7 +37,9 @@ class Results:
     clients: pd.DataFrame
     """clients.csv of every run."""
     notes: tuple[str, ...] = ()
-    """What was left out, and why: damaged runs, cells that are there twice."""
+    """What was left out, and why: cells that are there twice; and what is missing of runs that were not."""
+    damaged: tuple[str, ...] = ()
+    """Runs that were left out because they cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -68,22 +74,25 @@ class Damaged(Exception):
 def load(*folders: str | Path, layers: bool = True) -> Results:
     """Every run in or below the folders, however far it got. `layers=False` saves the time and memory of layers.csv."""
     found: list[Stored] = []
-    notes: list[str] = []
+    damaged: list[str] = []
     for path in _run_folders([Path(folder).expanduser() for folder in folders]):
         try:
             found.append(_stored(path, layers))
         except Damaged as damage:
-            notes.append(f"{path} is left out: {damage}")
+            damaged.append(f"{path} is left out: {damage}")
     if not found:
         given = ", ".join(str(folder) for folder in folders)
-        raise check.InputError(f"no run in {given} can be read: {'; '.join(notes)}" if notes else f"no runs in {given}")
+        why = f"no run in {given} can be read: {'; '.join(damaged)}" if damaged else f"no runs in {given}"
+        raise check.InputError(why)
     kept, twice = _once(found)
+    bare = [f"{run.folder} has no config.yaml: nobody can tell its settings" for run in kept if not run.config]
     return Results(
         pd.DataFrame([_row(run) for run in kept]).astype({"seed": "Int64"}),
         _joined(kept, "metrics", tuple(METRICS)),
         _joined(kept, "layers", tuple(LAYER_METRICS)),
         _joined(kept, "clients", ("client", "samples", "classes", "emd")),
-        (*notes, *twice),
+        (*twice, *bare),
+        tuple(damaged),
     )
 
 
@@ -91,7 +100,7 @@ def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:
     seen = set()
     for root in roots:
         if not root.is_dir():
-            raise check.InputError(f"{root}: no such folder")
+            raise check.InputError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
         for path, below, names in os.walk(root):
             below.sort()
             folder = Path(path)
@@ -178,7 +187,12 @@ def _progress(run: Stored) -> tuple[int, bool]:
 def _row(run: Stored) -> dict[str, Any]:
     """Numbers from metrics.csv as it stands, since the summary of a running run is as old as its start."""
     summary, config = run.summary, flatten(run.config)
-    numbers = {k: v for k, v in summary.items() if isinstance(v, int | float | str) and not isinstance(v, bool)}
+    old = OF_METRICS if len(run.metrics) else ()
+    numbers = {
+        k: v
+        for k, v in summary.items()
+        if isinstance(v, int | float | str) and not isinstance(v, bool) and not k.startswith(old)
+    }
     if isinstance(summary.get("partition"), dict) and "data" in summary["partition"]:
         numbers["data_fingerprint"] = str(summary["partition"]["data"])
     now = accuracies(run.metrics.reindex(columns=list(METRICS))) if len(run.metrics) else {}

@@ -16,17 +16,16 @@ from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
 from fedsim.engine.beside import Pending
 from fedsim.evaluation import TEST, TRAIN
-from fedsim.metrics import FINITE
+from fedsim.metrics import FINITE, NORMS
 from fedsim.participation.asynchronous import Asynchronous
 from fedsim.privacy.channel import Privacy
-from fedsim.server import Learned, Server
+from fedsim.server import Learned, Said, Server
 from fedsim.task import Evaluation, Task
 from fedsim.types import (
     Aggregator,
     Client,
     ClientOptimizer,
     Clock,
-    Direction,
     Engine,
     Model,
     Optimizer,
@@ -173,8 +172,11 @@ class Played:
     """Evaluations that go on beside the next round."""
 
     def whole_row(self) -> Row:
-        """With these."""
-        return self.row | fetch({}, {name: e.result() for name, e in self.pending.items()}, {})[0]
+        """With what they find, and the time that had to be waited for it."""
+        begun = time.perf_counter()
+        found, _ = fetch({}, {name: e.result() for name, e in self.pending.items()})
+        waited = time.perf_counter() - begun if self.pending else 0.0
+        return self.row | found | {"time/round_s": self.row["time/round_s"] + waited}
 
 
 def run(exp: Experiment, state: RunState, after_round: Callable[[RunState, Row, LayerRows], None]) -> RunState:
@@ -184,8 +186,9 @@ def run(exp: Experiment, state: RunState, after_round: Callable[[RunState, Row, 
         if state.round < exp.rounds:
             behind.append(begin(exp, state))
             state = behind[-1].state
-        # One may still be evaluated while the next is trained.
-        while behind and (not behind[0].pending or len(behind) == 2 or state.round == exp.rounds):
+        # One may still be evaluated while the next is trained, if there is to be a next.
+        last = state.round == exp.rounds or diverged(behind[-1].row)
+        while behind and (not behind[0].pending or len(behind) == 2 or last):
             played = behind.popleft()
             row = played.whole_row()
             after_round(played.state, row, played.layers)
@@ -212,8 +215,8 @@ def begin(exp: Experiment, state: RunState) -> Played:
     clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []
     work = assign(exp, state, turn)
     trained = exp.engine(work, clients, weights(exp, clients))
-    after, cohort, learned = learn(exp, state, trained)
-    row, layer_rows, pending = measure(exp, state, work, cohort, learned, after)
+    after, learned = learn(exp, state, trained)
+    row, layer_rows, pending = measure(exp, state, work, learned, after)
     row |= account(exp, state, turn, after.model)
     row["clients/arrived"], row["client_lr"] = len(clients), work.lr
     row["time/round_s"] = time.perf_counter() - started
@@ -227,21 +230,22 @@ def begin(exp: Experiment, state: RunState) -> Played:
     return Played(after, row, layer_rows, pending)
 
 
-def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple[RunState, Cohort, Learned | None]:
+def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple[RunState, Learned | None]:
     """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept.
     From nobody nothing is learned."""
-    if isinstance(cohort, Cohort) and not cohort.count:
-        return state, cohort, None
-    cohort, learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
+    if not cohort.count:
+        return state, None
+    learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
+    kept = cohort.states if isinstance(cohort, Cohort) else {}
     after = replace(
         state,
         model=learned.model,
         aggregator=learned.aggregator,
         server=learned.server,
         rule=learned.rule,
-        clients={**state.clients, **cohort.states} if cohort.states else state.clients,
+        clients={**state.clients, **kept} if kept else state.clients,
     )
-    return after, cohort, learned
+    return after, learned
 
 
 def account(exp: Experiment, state: RunState, turn: Turn, model: Model) -> Row:
@@ -318,33 +322,26 @@ def underway(state: RunState, turn: Turn, new: Broadcast) -> Mapping[int, Broadc
 
 
 def measure(
-    exp: Experiment,
-    state: RunState,
-    work: Work,
-    cohort: Cohort,
-    learned: Learned | None,
-    after: RunState,
+    exp: Experiment, state: RunState, work: Work, learned: Learned | None, after: RunState
 ) -> tuple[Row, LayerRows, Mapping[str, Pending]]:
     """What a round is worth knowing for: norms, the aggregator's own metrics and, where it is due, accuracy."""
-    layers, model = exp.task.layers, after.model
-    direction = learned.direction if learned else Direction({})
-    norms = {"N": cohort.N, "E": cohort.E, "N_server": learned.moved if learned else torch.zeros_like(cohort.N)}
-    values = ({"client/loss": cohort.loss} if cohort.count else {}) | cohort.metrics | direction.metrics
+    layers = exp.task.layers
+    said = learned.said if learned else Said.of({}, {name: layers.no_norms() for name in NORMS})
+    values: dict[str, Tensor] = {}
     evaluations: dict[str, Evaluation | Pending] = {}
     if (state.round + 1) % exp.eval.every == 0 or state.round + 1 == exp.rounds:
-        averaged = Model({n: p - cohort.delta[n] for n, p in state.model.params.items()}, cohort.buffers)
-        evaluations = evaluate(exp, work, model, averaged)
+        evaluations = evaluate(exp, work, after.model, average(state.model, learned))
         if exp.client.personal if exp.eval.personal is None else exp.eval.personal:
             later = replace(after, round=state.round + 1, underway={})
             again = assign(exp, later, Turn((), (), {}, later.round, {}, 0))
             # At the rate of the round that ends here: a schedule's next one may be 0.
             again = replace(again, lr=exp.schedule(exp.client_optimizer.lr, state.round))
-            values |= personal.accuracy(again, exp.eval.personal_clients, exp.eval.batch_size)
+            values = personal.accuracy(again, exp.eval.personal_clients, exp.eval.batch_size)
 
     pending = {name: e for name, e in evaluations.items() if isinstance(e, Pending)}
     done = {name: e for name, e in evaluations.items() if isinstance(e, Evaluation)}
-    row, columns = fetch(values, done, norms | direction.layers)
-    for name in norms:
+    row, columns = fetch(values, done, said)
+    for name in NORMS:
         for part, norm in zip(layers.parts, columns[name][len(layers.names) :], strict=True):
             row[f"norm/{name}" + ("" if part == "all" else f"_{part}")] = norm
     layer_rows = {name: column[: len(layers.names)] for name, column in columns.items()}
@@ -364,6 +361,13 @@ def weights(exp: Experiment, clients: Sequence[int]) -> list[float]:
     return shares
 
 
+def average(model: Model, learned: Learned | None) -> Model:
+    """Of the clients' models, which began at this one."""
+    if learned is None:
+        return model
+    return Model({n: p - learned.delta[n] for n, p in model.params.items()}, learned.buffers)
+
+
 def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[str, Evaluation | Pending]:
     """The model the aggregator says is judged, and the one that is sent out beside it where that is another."""
     judged = averaged if exp.aggregator.evaluate == "averaged" else sent
@@ -380,7 +384,7 @@ def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[
 
 
 def fetch(
-    values: Mapping[str, Tensor], evaluations: Mapping[str, Evaluation], vectors: Mapping[str, Tensor]
+    values: Mapping[str, Tensor], evaluations: Mapping[str, Evaluation], said: Said | None = None
 ) -> tuple[Row, LayerRows]:
     """Everything measured in a round, as numbers: one transfer from the device."""
     scalars = dict(values)
@@ -389,17 +393,15 @@ def fetch(
         if e.correct is not None:
             # Whole numbers are divided as such; a count that lies on the device is not waited for.
             scalars[f"{name}/accuracy"] = e.correct if isinstance(e.count, int) else e.correct / e.count
-    pieces = [t.reshape(-1) for t in scalars.values()] + list(vectors.values())
-    if not pieces:
-        return {}, {}
-    flat: list[float] = torch.cat([t if t.dtype == torch.float32 else t.float() for t in pieces]).tolist()
-    row: Row = dict(zip(scalars, flat, strict=False))
+    pieces = [t.reshape(-1).float() for t in scalars.values()] + ([said.numbers] if said else [])
+    numbers: list[float] = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).tolist() if pieces else []
+    row: Row = dict(zip([*scalars, *(said.scalars if said else ())], numbers, strict=False))
     for name, e in evaluations.items():
         if e.correct is not None and isinstance(e.count, int):
             row[f"{name}/accuracy"] /= e.count
     columns: LayerRows = {}
-    place = len(scalars)
-    for name, vector in vectors.items():
-        columns[name] = flat[place : place + len(vector)]
-        place += len(vector)
+    place = len(row)
+    for name, length in said.vectors.items() if said else ():
+        columns[name] = numbers[place : place + length]
+        place += length
     return row, columns

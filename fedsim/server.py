@@ -2,16 +2,34 @@
 them remember. Where the clients are one compiled program this is one too: it is a model's worth of small operations,
 each of which would be a call (or, on a GPU, a kernel) of its own."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedsim import growth, kernels
 from fedsim.cohort import Cohort, Untrained
 from fedsim.layers import Layers
 from fedsim.program import Compiled
-from fedsim.types import Aggregator, Client, Direction, Model, Optimizer, State, Tree
+from fedsim.types import Aggregator, Client, Model, Optimizer, State, Tree
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a round tells beside its model, as numbers one after another: one transfer from the device."""
+
+    numbers: Tensor
+    scalars: Sequence[str]
+    """Names of the first of them."""
+    vectors: Mapping[str, int]
+    """Names of what comes behind, and how many numbers each has."""
+
+    @staticmethod
+    def of(scalars: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> "Said":
+        pieces = [t.reshape(-1).float() for t in (*scalars.values(), *vectors.values())]
+        return Said(torch.cat(pieces), list(scalars), {name: len(t) for name, t in vectors.items()})
 
 
 @dataclass(frozen=True)
@@ -22,9 +40,10 @@ class Learned:
     aggregator: State
     server: State
     rule: State
-    direction: Direction
-    moved: Tensor
-    """||theta_{t+1} - theta_t|| by layer and part."""
+    delta: Tree
+    """theta - this is the average of the clients' models, with these buffers."""
+    buffers: Tree
+    said: Said
 
 
 class Server:
@@ -42,6 +61,7 @@ class Server:
         device = layers.members.device
         self._compiled = Compiled(self._on_trees, kernels.forms(True, device)) if compile else None
         self._cohort: Cohort | Untrained
+        self._names: tuple[Sequence[str], Mapping[str, int]]
 
     @property
     def compiles(self) -> bool:
@@ -49,21 +69,18 @@ class Server:
 
     def __call__(
         self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort | Untrained
-    ) -> tuple[Cohort, Learned]:
-        """The cohort, trained by now, and what was learned from it, given what was known before."""
+    ) -> Learned:
+        """From a cohort, which may have yet to train, given what was known before."""
         if self._compiled is None:
             assert isinstance(cohort, Cohort)
-            return cohort, self._learned(model, aggregator, server, rule, cohort)
+            return self._learned(model, aggregator, server, rule, cohort)
         self._cohort = cohort
         # What is no tensor is part of the program: another number of clients, another program.
         names = [type(cohort).__name__, str(cohort.count)]
         given = cohort.given if isinstance(cohort, Untrained) else sums(cohort)
         found = self._compiled((model.params, model.buffers), (aggregator, server, rule), given, names=names)
-        (params, buffers), (aggregator, server, rule), (metrics, layers), moved, summed = found
-        said = Direction({}, metrics=metrics, layers=layers)  # the step is taken
-        if isinstance(cohort, Untrained):
-            cohort = Cohort(server=model, count=cohort.count, **summed)
-        return cohort, Learned(Model(params, buffers), aggregator, server, rule, said, moved)
+        after, (aggregator, server, rule), (delta, buffers), numbers = found
+        return Learned(Model(*after), aggregator, server, rule, delta, buffers, Said(numbers, *self._names))
 
     def _on_trees(self, model: Any, memories: Any, given: Any) -> Any:
         before, (aggregator, server, rule), cohort = Model(*model), memories, self._cohort
@@ -72,13 +89,12 @@ class Server:
         else:
             trained = replace(cohort, server=before, **given)
         after = self._learned(before, aggregator, server, rule, trained)
-        said = after.direction
+        self._names = after.said.scalars, after.said.vectors  # always the same
         return (
             (after.model.params, after.model.buffers),
             (after.aggregator, after.server, after.rule),
-            (said.metrics, said.layers),
-            after.moved,
-            sums(trained) | {"measured": None} if isinstance(cohort, Untrained) else {},  # what is still wanted
+            (after.delta, after.buffers),
+            after.said.numbers,
         )
 
     def _learned(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
@@ -89,13 +105,18 @@ class Server:
             rule = growth.overlaid(rule, self._client.init(origin))
             cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
         params, server = self._optimizer.step(origin, direction.tree, server, self._optimizer.lr)
+        moved = self._layers.norms(way(model.params, params))
         return Learned(
             Model(params, direction.buffers or cohort.buffers),
             direction.state,
             server,
             self._client.merge(rule, cohort, self._num_clients),
-            direction,
-            self._layers.norms(way(model.params, params)),
+            cohort.delta,
+            cohort.buffers,
+            Said.of(
+                {"client/loss": cohort.loss} | cohort.metrics | direction.metrics,
+                {"N": cohort.N, "E": cohort.E, "N_server": moved} | direction.layers,
+            ),
         )
 
 

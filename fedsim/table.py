@@ -125,7 +125,11 @@ def cells(name: str, typed: Sequence[str]) -> list[Cell]:
         for row, column in product(rows, columns):
             exceptions = spec.get("cells", {}).get(row, {}).get(column, [])
             given = [*spec["rows"][row], *spec["columns"][column], *exceptions, *rest]
-            config = composed(name, given)
+            try:
+                config = composed(name, given)
+            except check.InputError as error:
+                part = f" (row {row}, column {column}; row= and column= choose others)" if others else ""
+                raise check.InputError(f"{error}{part}") from error
             choices = {k: v for k, v in config.hydra.runtime.choices.items() if not k.startswith("hydra/")}
             OmegaConf.set_struct(config, False)
             del config["hydra"], config["table"]
@@ -178,8 +182,9 @@ def chosen(axis: str, axes: Mapping[str, Sequence[str]], labels: Mapping[str, An
 def one(key: str, given: Sequence[str], valid: Sequence[str]) -> str:
     if len(given) != 1 or given[0] not in valid:
         text = ",".join(given)
-        near = get_close_matches(text, valid, n=2) or valid
-        raise check.BadValue(key, text, f"must be one of {', '.join(near)}")
+        near = get_close_matches(text, valid, n=2) or [label for label in valid if text.lower() in label.lower()][:2]
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise check.BadValue(key, text, f"must be one of {', '.join(valid)}{meant}")
     return given[0]
 
 

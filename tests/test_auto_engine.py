@@ -143,6 +143,13 @@ def test_compiled_evaluation(model: str, engine: str) -> None:
         assert abs(found.correct.item() - expected.correct.item()) <= 1  # where two classes are as likely
 
 
+def test_compiled_evaluation_of_what_has_no_accuracy() -> None:
+    exp = experiment("dataset=quadratic", "engine=vmap", "engine.compile=true", "rounds=1")
+    found = replace(exp.engine, evaluation=2).evaluate(first_work(exp), TRAIN, 2)  # type: ignore[type-var]
+    assert isinstance(found, Evaluation)
+    assert found.correct is None
+
+
 @pytest.mark.parametrize("before", [{"name": "process", "compile": False}, {"name": "vmap", "compile": True}])
 def test_a_run_keeps_what_it_began_with(before: dict[str, Any]) -> None:
     found = choice("dataset=mnist5k", "model=logistic", "rounds=20", before=before)

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import environment, experiment, metrics, play, small
 
 from fedsim import runner
 from fedsim.engine import auto
 from fedsim.engine.auto import settle
+from fedsim.engine.beside import Pending
 from fedsim.engine.pool import WorkerDied
-from fedsim.runner import Experiment, Row, extent, first_work, initial_state, run
+from fedsim.runner import Experiment, Played, Row, extent, first_work, initial_state, run
+from fedsim.task import Evaluation
 
 ROUNDS = ("rounds=7", "eval.every=2")
 METHODS = [
@@ -77,6 +80,19 @@ def test_a_process_that_dies_is_told_of() -> None:
 
     with pytest.raises(WorkerDied, match="ended with -9"):
         run(exp, initial_state(exp), after)
+
+
+def test_what_is_waited_for_counts() -> None:
+    class Slow(Pending):
+        def result(self) -> Evaluation:
+            time.sleep(0.05)
+            return Evaluation(torch.tensor(1.0), None, 1)
+
+    exp = small("engine=sequential", "rounds=1")
+    played = Played(initial_state(exp), {"time/round_s": 1.0}, {}, {"test": Slow(iter(()))})
+    row = played.whole_row()
+    assert row["test/loss"] == 1
+    assert row["time/round_s"] >= 1.05
 
 
 @pytest.mark.parametrize(

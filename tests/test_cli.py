@@ -306,6 +306,8 @@ def test_overwrite_starts_again(fedsim: Command, tmp_path: Path) -> None:
 def test_a_folder_made_by_another_config_is_refused_with_the_differences(fedsim: Command, tmp_path: Path) -> None:
     fedsim(*QUICK, "rounds=1", "hydra.run.dir=here")
     before = (tmp_path / "here" / "metrics.csv").read_bytes()
+    stored = yaml.safe_load((tmp_path / "here" / "config.yaml").read_text())
+    assert stored["eval"]["batch_size"] == 200, "what the device decides is stored as decided"
     line = one_line_error(fedsim(*QUICK, "rounds=2", "hydra.run.dir=here", "aggregator.tau=0.2", "seed=3"))
     assert "aggregator.tau: 0.5 there, 0.2 here" in line
     assert "seed: 0 there, 3 here" in line

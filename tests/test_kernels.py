@@ -77,6 +77,16 @@ def test_products_of_a_stack(apart: bool) -> None:
     assert_close(Compiled(gradients, STACKED)(w, x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("scales", [{}, {"alpha": 0.5}, {"beta": 2.0}], ids=str)
+def test_many_rows_with_few_outputs(scales: dict[str, float]) -> None:
+    bias, x, w = (torch.rand(*shape, dtype=torch.float64) for shape in [(3,), (100, 40), (40, 3)])
+
+    def layer(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.addmm(bias, x, w, **scales)
+
+    assert_close(Compiled(layer, CHANNELS_LAST)(bias, x, w), layer(bias, x, w), rtol=1e-12, atol=1e-12)
+
+
 FORKED = """
 import os, torch
 from fedsim.kernels import CHANNELS_LAST

@@ -158,6 +158,13 @@ def test_a_workers_exception_is_the_commands(fedsim: Command, tmp_path: Path) ->
     assert "out of memory" in result.stderr
 
 
+def test_an_exception_says_where_it_was(fedsim: Command, tmp_path: Path) -> None:
+    result = fedsim(*own(tmp_path, "raise type('Odd', (Exception,), {'__init__': lambda self, a, b: None})(1, 2)"))
+    assert "RuntimeError: Odd" in result.stderr
+    assert "In a worker process:" in result.stderr
+    assert "in forward" in result.stderr
+
+
 def test_a_worker_that_dies_is_one_line(fedsim: Command, tmp_path: Path) -> None:
     result = fedsim(*own(tmp_path, "os.kill(os.getpid(), 9)"))
     assert result.returncode == 2

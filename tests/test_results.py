@@ -97,11 +97,28 @@ def test_a_damaged_run_is_named_and_left_out(tmp_path: Path, name: str, content:
     (bad / name).write_bytes(content.encode("latin-1"))
     results = fedsim.load(tmp_path)
     assert list(results.runs["name"]) == ["good"]
-    (note,) = results.notes
+    (note,) = results.damaged
     assert str(bad) in note
     (tmp_path / "good" / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(InputError, match=r"no run in .* can be read"):
         fedsim.load(tmp_path)
+
+
+def test_a_run_without_its_config_is_named(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", 0.8)
+    (folder / "config.yaml").unlink()
+    results = fedsim.load(tmp_path)
+    assert len(results.runs) == 1
+    (note,) = results.notes
+    assert note == f"{folder} has no config.yaml: nobody can tell its settings"
+
+
+def test_what_metrics_csv_does_not_say_is_not_taken_from_the_summary(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", [float("nan")] * 3)
+    summary = json.loads((folder / "summary.json").read_text()) | {ACCURACY: 0.9, "test_loss_last": 0.1}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (known,) = fedsim.load(tmp_path).runs.to_dict("records")
+    assert not {ACCURACY, "test_loss_last"} & set(known)
 
 
 def test_of_the_same_cell_twice_the_longer_counts_and_this_is_said(tmp_path: Path) -> None:
@@ -140,7 +157,8 @@ def test_layers_are_read_unless_that_is_declined(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_what_the_page_says() -> None:
     docs = Path(__file__).resolve().parents[1] / "docs"
-    accuracy = 100 * fedsim.load(docs / "results" / "experiment=elastic-table3").runs.set_index("column")[ACCURACY]
+    runs = fedsim.load(docs / "results" / "experiment=elastic-table3").runs
+    accuracy = 100 * runs[runs["row"] == "MNIST"].set_index("column")[ACCURACY]
     columns = ("naive", "elastic", "mean zeta", "same length")
     ours = " | ".join(f"{accuracy[c].mean():.2f} ± {accuracy[c].std():.2f}" for c in columns)
     assert f"| ours | {ours} |" in (docs / "RESULTS.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from fedsim import check, table
+from fedsim import check, fetch, table
 from fedsim.cli import register_resolvers
 from fedsim.dataset import small
 from fedsim.overrides import CONF, table_name, values
@@ -195,6 +195,9 @@ def test_a_changed_setting_is_refused_with_the_difference(fedsim: Command, tmp_p
     before = {p: p.read_bytes() for p in (tmp_path / FOLDER).glob("*/metrics.csv")}
     line = refused(fedsim(*MNIST, "scale=smoke", "column=naive,elastic"))
     assert "aggregator.tau: 0.25 there, 0.5 here" in line
+    listed = fedsim(*MNIST, "scale=smoke", "column=naive,elastic", "--dry-run")
+    assert "made by another config (aggregator.tau: 0.25 there, 0.5 here)" in " ".join(listed.stdout.split())
+    assert sum("finished" in row for row in listed.stdout.splitlines()) == 1
     assert all(p.read_bytes() == content for p, content in before.items())
 
 
@@ -227,14 +230,33 @@ def test_what_cannot_be_run_here_does_not_hold_up_the_rest(fedsim: Command, tmp_
     assert "impossible (1)" in listed.stdout
     result = fedsim("experiment=elastic/table3", *nowhere)
     assert result.returncode == 2
-    assert len(result.stderr.strip().splitlines()) == len(table.specification("elastic/table3")["rows"])
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == len(set(lines)) > 3, "a line for each thing that is wrong"
+
+
+def test_what_is_wrong_with_all_cells_is_said_once(fedsim: Command) -> None:
+    result = fedsim("experiment=elastic/table3", "scale=smoke", "seed=0", "client_optimizer.lr=-1")
+    assert result.returncode == 2
+    first, second = result.stderr.strip().splitlines()
+    assert "client_optimizer.lr=-1" in first
+    rows = len(table.specification("elastic/table3")["rows"])
+    assert f"{2 * rows} cells left out (column mean zeta, same length)" in second
+
+
+def test_a_dry_run_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "get", lambda *_, **__: pytest.fail("it was asked for"))
+    with fetch.only_what_is_here(), pytest.raises(check.InputError, match="not found"):
+        fetch.ensure("cifar100", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["row=MNST"], "row=MNST: must be one of MNIST"),
-        (["column=elastik"], "column=elastik: must be one of elastic"),
+        (["row=MNST"], "(did you mean MNIST or EMNIST?)"),
+        (["row=CINIC-10"], "CINIC-10 at 4000 rounds"),
+        (["column=elastik"], "column=elastik: must be one of naive, elastic, mean zeta, same length (did you mean"),
+        (["aggregator.layer=module"], "unknown key aggregator.layer"),
+        (["aggregator.layer=module"], "column naive; row= and column= choose others)"),
         (["scale=tiny"], "scale=tiny: must be one of full, short, smoke"),
         (["seed=-1"], "seed=-1: must be a whole number >= 0"),
         (["client.epochs=1,2"], "only row, column and seed take several values"),

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.func import vmap
 
@@ -142,8 +143,9 @@ def short_batches(work: Work, turns: float) -> list[int]:
 def evaluates_beside(work: Work, extent: Extent, processors: int) -> bool:
     """Whether a process of its own evaluates, where training takes one processor: what it finds does not depend on
     it."""
+    free = not torch.multiprocessing.current_process().daemon  # which may have no children
     alone = processors == 1 and on_cpu(work) and (os.cpu_count() or 1) > 1
-    return alone and parameters(work) * extent.evaluated >= BESIDE
+    return free and alone and parameters(work) * extent.evaluated >= BESIDE
 
 
 def enough(work: Work) -> int:

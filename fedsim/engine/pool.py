@@ -6,7 +6,9 @@ numbers is sent. A free worker is handed the longest of the next jobs, so that n
 the results are given in order.
 """
 
+import pickle
 import signal
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,8 @@ class Job:
     """How many clients the round has."""
     rows: tuple[str, int, int] | None = None
     """Part of the data, from, to."""
+    at_once: int = 0
+    """So many of them, where not all."""
 
 
 @dataclass(eq=False)
@@ -138,8 +142,8 @@ class Pool:
 def obituary(worker: Worker) -> str:
     worker.process.join(1)
     return (
-        f"engine: a worker process ended with {worker.process.exitcode} (-9 is often too little memory, which fewer "
-        "engine.workers need); the same command goes on from the last checkpoint"
+        f"engine: a worker process ended with {worker.process.exitcode} (-9 is often too little memory; fewer "
+        "engine.workers, where there are several, need less); the same command goes on from the last checkpoint"
     )
 
 
@@ -164,7 +168,17 @@ def serve(
                 mine = {} if states is None else kept.unpack(states, copy=False)
                 own.send(results.pack(do(replace(work, states=mine), job)))
             except Exception as error:
-                own.send(error)
+                own.send(portable(error))
+
+
+def portable(error: Exception) -> Exception:
+    """As it can be sent, with what its traceback was here."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # anyone's class, whatever its constructor wants
+        error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    error.add_note("In a worker process:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    return error
 
 
 def stop(workers: Sequence[Worker]) -> None:

@@ -51,7 +51,7 @@ class Process:
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation:
         """Its batches are jobs as clients are: a network's pass over the test set takes longer than many a round."""
         if not self._pools:
-            return evaluation.whole(work, part, batch_size, Judge(self.evaluation))
+            return evaluation.whole(work, part, batch_size, Judge())
         jobs = [Job(rows=(part, *cut)) for cut in evaluation.batches(work, part, batch_size)]
         return evaluation.total(self._pools[0].run(replace(work, states={}), jobs))
 

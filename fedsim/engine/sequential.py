@@ -36,13 +36,14 @@ class Sequential:
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
+        if self.beside and not self._beside:  # in the first round, before there are threads that no fork survives
+            self._beside.append(Beside(work, self._do[0].judge))
         total = CohortSum(work, len(clients))
         for client, weight in zip(clients, weights, strict=True):
             total.add(client, weight, self._do[0].trained(work, Job([client], [weight])))
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:
-        judge = self._do[0].judge
-        if self.beside and not self._beside:
-            self._beside.append(Beside(work, judge, batch_size))
-        return self._beside[0](work, part) if self._beside else evaluation.whole(work, part, batch_size, judge)
+        if self._beside:
+            return self._beside[0](work, part, batch_size)
+        return evaluation.whole(work, part, batch_size, self._do[0].judge)

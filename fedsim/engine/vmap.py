@@ -46,10 +46,13 @@ class Vmap:
         if self.memory is not None:
             check.number("memory", self.memory, gt=0)
         check.resources(self.workers, self.threads, self.compile)
+        self._judge.append(Judge(self.evaluation))
 
     def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Untrained:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
+        if self.beside and not self._beside:  # in the first round, before there are threads that no fork survives
+            self._beside.append(Beside(work, self._judge[0]))
         if not self._do:
             size = self.stack or stack_size(work, self.memory, len(clients))
             self._do.append(OneStack(size, self.compile is True))
@@ -70,11 +73,9 @@ class Vmap:
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:
-        if not self._judge:
-            self._judge.append(Judge(self.evaluation))
-        if self.beside and not self._beside:
-            self._beside.append(Beside(work, self._judge[0], batch_size))
-        return self._beside[0](work, part) if self._beside else evaluation.whole(work, part, batch_size, self._judge[0])
+        if self._beside:
+            return self._beside[0](work, part, batch_size)
+        return evaluation.whole(work, part, batch_size, self._judge[0])
 
     def _done(self, work: Work, jobs: Sequence[Job]) -> Iterator[Partial | list[Upload]]:
         workers = self.workers or 1

@@ -72,8 +72,9 @@ class Board:
         return estimate(self.values(row, column, metric, pick))
 
     def state(self, row: str, column: str) -> str:
-        """What is wrong with a cell: missing, unfinished, diverged ...; empty: nothing."""
-        return state(self.runs(row, column))
+        """What is wrong with a cell: missing, unfinished, diverged, of several settings ...; empty: nothing."""
+        runs = self.runs(row, column)
+        return ", ".join(filter(None, [state(runs), unlike(runs, self.table.taken.get(column))]))
 
     def rounds(self, row: str, column: str) -> str:
         return rounds(self.runs(row, column))
@@ -154,6 +155,16 @@ def state(runs: Sequence[Run]) -> str:
         return "missing"
     wrong = Counter(run.status if run.status != "finished" else "unfinished" for run in runs if not complete(run))
     return ", ".join(status if n == len(runs) else f"{n} of {len(runs)} {status}" for status, n in wrong.items())
+
+
+def unlike(runs: Sequence[Run], by_design: str | None) -> str:
+    """Settings in which the seeds of one cell differ; only what is taken from a paired run may."""
+    found = []
+    for key in sorted({key for run in runs for key in run.settings if key != by_design}):
+        # A key that some do not have is younger than they are.
+        values = list(dict.fromkeys(str(run.settings[key]) for run in runs if key in run.settings))
+        found += [f"{key} {', '.join(values)}"] if len(values) > 1 else []
+    return f"of different settings ({'; '.join(found)})" if found else ""
 
 
 def complete(run: Run) -> bool:

@@ -61,6 +61,8 @@ class PaperTable:
     """Columns that take a value from another column's run (`${paired:OTHER,METRIC}`), and that other column."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """And the metric that it is the mean of."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """And the key that it is the value of."""
     claims: tuple[Claim, ...] = ()
     tolerance: float | None = None
     figures: tuple[str, ...] = ("curves",)
@@ -116,7 +118,7 @@ def _read(experiment: str, table: Mapping[str, Any]) -> PaperTable:
     paired = {
         str(column): found
         for column, overrides in [*columns.items(), *exceptions]
-        if (found := re.search(r"\$\{paired:([^,}]+),([^,}]+)", " ".join(map(str, overrides or ()))))
+        if (found := re.search(r"([\w.]+)=\$\{paired:([^,}]+),([^,}]+)", " ".join(map(str, overrides or ()))))
     }
     tolerance = table.get("tolerance")
     return PaperTable(
@@ -127,8 +129,9 @@ def _read(experiment: str, table: Mapping[str, Any]) -> PaperTable:
         tuple(table["seeds"]),
         tuple(rows),
         tuple(columns),
-        {column: found[1].strip() for column, found in paired.items()},
         {column: found[2].strip() for column, found in paired.items()},
+        {column: found[3].strip() for column, found in paired.items()},
+        {column: found[1] for column, found in paired.items()},
         tuple(_claim(claim) for claim in table.get("claims") or ()),
         None if tolerance is None else float(tolerance),
         tuple(map(str, table.get("figures") or ())),

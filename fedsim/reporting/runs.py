@@ -1,15 +1,17 @@
 """One run as the report sees it, and the numbers of a paper's table taken from it."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from fedsim.folder import accuracies
+from fedsim.folder import VOLATILE_KEYS, accuracies
 from fedsim.metrics import METRICS
 from fedsim.results import Results
+from fedsim.table import UNCHANGED
 
 PICKS = ("last", "best", "mean_last_10")
 """Which round's accuracy is meant; papers seldom say."""
@@ -57,6 +59,12 @@ class Run:
     def split(self) -> dict[str, Any]:
         """The values that decide who holds what."""
         return {k: v for k, v in self.about.items() if k.partition(".")[0] in SPLIT and not k.endswith("_dir")}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of its config that make the experiment what it is."""
+        values = ((k, v) for k, v in self.about.items() if "." in k and k not in VOLATILE_KEYS)
+        return {k: v for k, v in values if not re.match(UNCHANGED, k)}
 
     def value(self, metric: str, pick: str = "last", upto: int | None = None) -> float:
         """A paper's metric in its unit (percent, models ...), after all rounds or after `upto`; NaN: not known. A run

@@ -43,6 +43,7 @@ def section(board: Board) -> Section:
         f"`fedsim experiment={board.table.experiment}{_typed(board.scale)}`",
         *_scale(board.scale),
         *_seeds(board),
+        *([f"Rows not run: {', '.join(absent)}."] if (absent := _absent(board)) else []),
         *board.table.remarks,
         *board.table.notes,
         *unknown,
@@ -107,7 +108,7 @@ def _cell(board: Board, row: str, column: str, metric: str) -> Cell:
     )
     lines = [_mean(ours, metric) if ours.n else wrong or "-"]
     if not math.isnan(paper):
-        by = f" ({shown(ours.mean - paper, metric, signed=True)})" if ours.n else ""
+        by = f" ({shown(ours.mean - paper, metric, signed=True)})" if ours.n and not board.smoke else ""
         lines.append(f"paper {shown(paper, metric)}{by}")
     runs = board.runs(row, column)
     if ours.n:
@@ -126,7 +127,7 @@ def _verdicts(board: Board, found: Sequence[Verdict]) -> Sheet:
             _range(verdict.ours, verdict.metric, signed=bool(verdict.than)),
             _p(verdict.ours.p) if verdict.than else "-",
             str(verdict.ours.n),
-            Cell(verdict.word, FAINT if board.smoke else tone(verdict)),
+            Cell(verdict.word, tone(verdict)),
             verdict.note,
         ]
         for verdict in found
@@ -191,8 +192,14 @@ def _seeds(board: Board) -> list[str]:
     return [f"Seeds not run: {', '.join(absent)} (of {len(board.table.seeds)})."] if absent else []
 
 
+def _absent(board: Board) -> list[str]:
+    return [row for row in board.rows if row not in board.begun]
+
+
 def _farthest(board: Board) -> str:
     metric = board.metric
+    if board.smoke:
+        return "-"
     gaps = [
         (abs(gap), gap, f"{row}, {column}")
         for row in board.rows

@@ -84,12 +84,13 @@ class Split:
 
 
 def verdicts(board: Board) -> list[Verdict]:
-    """Every claim in every row that it is about."""
+    """Every claim in every row that it is about and that was begun. At scale=smoke there is nothing to judge."""
     judge = (_bounds, _direction)
     return [
         judge[claim.compares](board, claim, row)
         for claim in board.table.claims
         for row in (board.rows if claim.row is None else [claim.row])
+        if row in board.begun and not board.smoke
     ]
 
 
@@ -108,7 +109,7 @@ def _direction(board: Board, claim: Claim, row: str) -> Verdict:
     ours = estimate([a - b for a, b in pairs.values.values()])
     if not ours.n and pairs.otherwise_split:
         ours = difference(*(board.values(*place, metric) for place in places))
-        notes = ["not paired: the two divide the data differently (Welch's test)"]
+        notes = ["not paired: the two divide the data differently" + (" (Welch's test)" if ours.n > 1 else "")]
         notes += [f"{column}: {state}" for r, column in places if (state := board.state(r, column))]
     if any(run.status == "diverged" for place in places for run in board.runs(*place)):
         word = DIVERGED
@@ -156,9 +157,9 @@ def splits(board: Board) -> list[Split]:
     """For each column that is another's control and each row that has all three."""
     result = []
     for control, method in board.table.controls.items():
-        for row in board.rows:
+        for row in board.begun:
             claim = _gain(board, method, row)
-            if claim is None or claim.than is None:
+            if claim is None or claim.than is None or board.smoke:
                 continue
             metric, plain = claim.metric or board.metric, claim.than
             three = together(board, [(row, column) for column in (plain, control, method)], metric)
@@ -198,7 +199,7 @@ def failures(board: Board) -> Iterator[str]:
             if wrong := board.state(row, column):
                 yield f"{row}, {column}: {wrong}" + (f" ({rounds} rounds)" if rounds != "-" else "")
     for verdict in verdicts(board):
-        if not verdict.passes and verdict.row in board.begun:
+        if not verdict.passes:
             ours = shown(verdict.ours.mean, verdict.metric, signed=bool(verdict.than))
             yield f"{verdict.row}: {verdict.claim}: {verdict.word} ({ours})"
     if board.full and board.table.tolerance is not None:

@@ -13,12 +13,14 @@ from fedsim.reporting.latex import latex
 from fedsim.reporting.markdown import markdown
 from fedsim.reporting.runs import all_runs
 from fedsim.reporting.verdicts import LEGEND
+from fedsim.results import Results
 
 
 @dataclass(frozen=True)
 class Report:
     document: Document
     boards: Sequence[Board]
+    found: Results
 
     @property
     def tables(self) -> Document:
@@ -41,8 +43,8 @@ def read(folders: Sequence[str], pick: str) -> Report:
             *parts,
             Section("Legend", (), (legend,), ()),
         ]
-    lines = (f"{len(runs)} runs; accuracy of a run: {pick.replace('_', ' ')}.", *found.notes)
-    return Report(Document("fedsim report", lines, tuple(parts)), filled)
+    lines = (f"{len(runs)} runs; accuracy of a run: {pick.replace('_', ' ')}.", *found.damaged, *found.notes)
+    return Report(Document("fedsim report", lines, tuple(parts)), filled, found)
 
 
 def write(report: Report, out: Path) -> list[str]:
@@ -53,6 +55,7 @@ def write(report: Report, out: Path) -> list[str]:
         (out / "report.html").write_text(html(report.document), encoding="utf-8")
         (out / "report.md").write_text(markdown(report.document), encoding="utf-8")
         (out / "report.tex").write_text(latex(report.document), encoding="utf-8")
+        report.found.runs.to_csv(out / "runs.csv", index=False)
         csv = tables.write(report.boards, out)
         for chart in charts:
             draw.png(chart, out / f"{chart.name}.png")
@@ -64,6 +67,7 @@ def write(report: Report, out: Path) -> list[str]:
         "report.html",
         "report.md",
         "report.tex",
+        "runs.csv",
         *(["verdicts.csv", f"{len(csv) - 1} table_*.csv"] if csv else []),
     ]
     return [*names, f"{len(charts)} PNG"] if charts else names
