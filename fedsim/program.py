@@ -172,8 +172,9 @@ class Loop:
                 alike = False
         return carry
 
-    def take(self, alike: bool) -> Callable[[Any, Any, Moments], Any]:
-        """Several of them, the first perhaps from one place for all."""
+    def take(self, alike: bool, widths: Sequence[int] = ()) -> Callable[[Any, Any, Moments], Any]:
+        """Several of them, the first perhaps from one place for all. `widths`: how many rows of each step's batch are
+        anybody's, where a stack's may be fewer than there is room for."""
 
         def take(carry: Any, constant: Any, given: Moments) -> Any:
             for place in range(len(given["batches"][0][0])):
@@ -181,6 +182,8 @@ class Loop:
                 if self._stacked:
                     step = vmap(step, in_dims=(here, self._in_dims, 0))
                 moment = mapped(lambda t, place=place: t[place], given)
+                if widths:
+                    moment["batches"] = mapped(lambda t, place=place: t[:, : widths[place]], moment["batches"])
                 moment["batches"] = [(self._inputs(x), *y) for x, *y in moment["batches"]]
                 carry = step(carry, constant, moment)
             return carry

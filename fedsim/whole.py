@@ -5,6 +5,7 @@ written and read again."""
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.func import vmap
 
@@ -23,9 +24,18 @@ def possible(work: Work, program: Program) -> bool:
     return work.whole and plain and program.training.whole and (work.probe is None or program.probing.whole)
 
 
+def widest(sizes: np.ndarray, batch_size: int, epochs: int, steps: int) -> list[int]:
+    """Samples in each step's batch of the client that has most of them there: an epoch's last batch may be short, and
+    clients of one size all have it in the same step."""
+    an_epoch = np.maximum(-(-sizes // batch_size), 1)
+    left = [np.where(s < epochs * an_epoch, sizes - s % an_epoch * batch_size, 1) for s in range(steps)]
+    return [min(batch_size, int(rows.max())) for rows in left]
+
+
 class Whole:
     def __init__(self, work: Work, program: Program, sums: Sums) -> None:
         self._program, self._sums, self._layers = program, sums, work.task.layers
+        self._widths = widest(work.data.sizes, work.client.batch_size or 0, work.client.epochs, program.training.unroll)
 
     def __call__(self, work: Work, weights: Sequence[float], ready: Ready) -> Untrained:
         some = next(iter(work.model.params.values()))
@@ -44,7 +54,7 @@ class Whole:
                 batches = (given["probe"]["size"] > 0).sum(0).clamp_min(1)
                 uploads["measured"] = vmap(program.probe.end)(uploads["measured"], batches)
         start = (*sent, program.optimizer.init(params), torch.zeros_like(lr))
-        after = program.training.take(True)(start, ({}, sent, shared, lr), given["steps"])
+        after = program.training.take(True, self._widths)(start, ({}, sent, shared, lr), given["steps"])
         seen = given["steps"]["size"].sum(0).clamp_min(1)
         uploads["buffers"] = after[1]
         trees, E, loss = self._sums.sums(params, after[0], uploads, {}, after[3], seen, w)

@@ -22,6 +22,7 @@ from fedsim.engine import auto
 from fedsim.model.dropout import Dropout, mixed
 from fedsim.runner import Experiment, RunState, initial_state
 from fedsim.server import Server
+from fedsim.whole import widest
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 BOUND, ROUNDED = 1e-9, 1e-6
@@ -294,6 +295,14 @@ def test_a_round_as_one_program(keys: list[str], monkeypatch: pytest.MonkeyPatch
     keys = [*keys, "client.batch_size=20"]
     assert compare(small, keys, "engine=vmap", *COMPILED) < bound
     assert [kind for kind in played if kind is not Server] == [Untrained]  # recorded once, for all rounds
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 3))
+def test_no_step_of_a_whole_round_is_cut_too_short(sizes: list[int], batch_size: int, epochs: int) -> None:
+    """Nor wider than the client that has most samples there."""
+    steps = stack.cut_into_steps([[np.arange(size)] * epochs for size in sizes], batch_size)
+    expected = (steps >= 0).sum(2).max(1).tolist()
+    assert widest(np.array(sizes), batch_size, epochs, len(steps)) == expected
 
 
 WORDS = ["dataset=custom", "dataset.load=sequences.counting", "dataset.test_fraction=0.2", "partition=natural"]
