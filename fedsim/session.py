@@ -145,9 +145,9 @@ class Session:
         folder: RunFolder,
         exp: Experiment,
         loggers: Sequence[Logger],
-        signals: Sequence[str] = (),
+        signals: "Signals | None" = None,
     ) -> None:
-        self.request, self.folder, self.exp, self.signals = request, folder, exp, signals
+        self.request, self.folder, self.exp, self.signals = request, folder, exp, signals or Signals()
         self.id = folder.summary().get("id") or uuid.uuid4().hex[:12]
         self.partition: dict[str, Any] = dict(provenance(exp.data))  # and its numbers, when they are known
         self.state, self.elapsed_before, self.started = initial_state(exp), 0.0, time.perf_counter()
@@ -193,17 +193,18 @@ class Session:
         return self.state.round >= self.exp.rounds
 
     def _after_round(self, state: RunState, row: Row, layers: LayerRows) -> None:
-        for logger in self.loggers:
-            logger.log(row, layers)
-        if diverged(row):
-            return  # the row is kept; the state stays at the last good round
-        if state.round % self.request.config["checkpoint"]["every"] == 0 or state.round == self.exp.rounds:
-            self.csv.sync()
-            checkpoint.save(self.checkpoint, state, self._elapsed())
-        self.state = state
+        with self.signals.waiting():  # else a round that is half told would be lost
+            for logger in self.loggers:
+                logger.log(row, layers)
+            if diverged(row):
+                return  # the row is kept; the state stays at the last good round
+            if state.round % self.request.config["checkpoint"]["every"] == 0 or state.round == self.exp.rounds:
+                self.csv.sync()
+                checkpoint.save(self.checkpoint, state, self._elapsed())
+            self.state = state
         self._picture_partition()
-        if self.signals:  # the exception was lost, in a place where Python only reports them (a finalizer)
-            raise KeyboardInterrupt(self.signals[0])
+        if self.signals.came:  # just now; or before, in a place where Python only reports exceptions (a finalizer)
+            raise KeyboardInterrupt(self.signals.came[0])
 
     def _info(self) -> RunInfo:
         request = self.request
@@ -257,19 +258,36 @@ class Session:
         return self.elapsed_before + time.perf_counter() - self.started
 
 
+@dataclass
+class Signals:
+    """To end."""
+
+    came: list[str] = field(default_factory=list)
+    """Their names."""
+    _waits: bool = False
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(signal.Signals(number).name)
+        if not self._waits or len(self.came) > 1:  # whoever asks twice means at once
+            raise KeyboardInterrupt(self.came[-1])
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """One that comes meanwhile is only noted."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+
 @contextmanager
-def terminable() -> Iterator[list[str]]:
-    """SIGTERM (a cluster taking its machine back) ends a run as Ctrl-C does: with a complete folder. Gives the names of
-    the signals that came."""
-    came: list[str] = []
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        came.append(signal.Signals(number).name)
-        raise KeyboardInterrupt(came[-1])
-
+def terminable() -> Iterator[Signals]:
+    """SIGTERM (a cluster taking its machine back) ends a run as Ctrl-C does: with a complete folder."""
+    signals = Signals()
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # in the background: as it was
-    with _handling({signal.SIGTERM: interrupt} | ({} if ignored else {signal.SIGINT: interrupt})):
-        yield came
+    with _handling({signal.SIGTERM: signals.interrupt} | ({} if ignored else {signal.SIGINT: signals.interrupt})):
+        yield signals
 
 
 @contextmanager
