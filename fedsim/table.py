@@ -112,7 +112,8 @@ def cells(name: str, typed: Sequence[str]) -> list[Cell]:
     rest = [cast(str, o.input_line) for o in others]
     changes = [line for line in rest if not re.match(UNCHANGED, line)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        base = composed(name, rest)
+        # What was typed may be a key of some rows' groups only: each cell is given it, not the table.
+        base = composed(name, [line for line in rest if re.match(r"[+~]*(table|hydra)\b", line)])
         spec = cast(dict[str, Any], OmegaConf.to_container(base.table, resolve=False))
         unknown = [key for key in spec if key not in KEYS]
         if unknown:

@@ -269,6 +269,14 @@ def test_bad_input_is_one_line(fedsim: Command, typed: list[str], said: str) -> 
     assert said in refused(fedsim("experiment=elastic/table3", *typed))
 
 
+def test_keys_that_only_the_cells_have() -> None:
+    """The experiment's own file chooses neither a dataset nor, with that, a schedule."""
+    register_resolvers([])
+    typed = ["experiment=elastic/table3", "row=CIFAR-10", "column=elastic", "seed=0"]
+    (cell,) = table.cells("elastic/table3", [*typed, "dataset.augment=true", "schedule.factor=1.0"])
+    assert (cell.config.dataset.augment, cell.config.schedule.factor) == (True, 1.0)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_every_label_can_be_typed_alone_and_beside_others(name: str) -> None:
     for axis in ("row", "column"):
