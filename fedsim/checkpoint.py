@@ -2,10 +2,12 @@
 
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedsim import check
 from fedsim.runner import Broadcast, RunState
@@ -21,7 +23,7 @@ def save(path: Path, state: RunState, elapsed_s: float) -> None:
         "aggregator": state.aggregator,
         "server": state.server,
         "rule": state.rule,
-        "clients": dict(state.clients),
+        "clients": state.clients,
         "norm_integrated": state.norm_integrated,
         "clock": state.clock,
         "underway": {v: (b.model.params, b.model.buffers, b.shared) for v, b in state.underway.items()},
@@ -29,10 +31,19 @@ def save(path: Path, state: RunState, elapsed_s: float) -> None:
     }
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as stream:
-        torch.save(content, stream)
+        torch.save(plain(content), stream)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+
+
+def plain(node: Any) -> Any:
+    """Dicts of tensors, however an engine had them laid out."""
+    if isinstance(node, Mapping):
+        return {key: plain(value) for key, value in node.items()}
+    if isinstance(node, tuple | list):
+        return type(node)(map(plain, node))
+    return node.contiguous() if isinstance(node, Tensor) else node
 
 
 def load(path: Path, device: torch.device) -> tuple[RunState, float]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from fedsim.layers import Layers
 from fedsim.local import LocalResult
 from fedsim.privacy.channel import Part, Summation
+from fedsim.program import Program
+from fedsim.trees import combined, difference
 from fedsim.types import Model, State, Tree, Work
 
 
@@ -62,15 +64,17 @@ class Cohort:
 
 
 @dataclass(frozen=True)
-class Untrained:
-    """A cohort that has yet to train: that is the first half of the server's program."""
+class Deferred:
+    """A cohort that has yet to be made, of sums, or even to train: that is the first half of the server's program."""
 
-    train: Callable[[Model, State, Any], Cohort]
+    make: Callable[[Model, State, Any], Cohort]
     """A pure function of the model, of what the client rule sends beside it, and of `given`."""
     given: Any
     """A tree of tensors."""
     count: int
     """How many clients."""
+    states: dict[int, State] = field(default_factory=dict)
+    """What they keep for their next round."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +94,16 @@ class Upload:
     """For an aggregator that is `individual`."""
 
 
-def upload(work: Work, result: LocalResult, server: Tree | None = None) -> Upload:
-    """The client's last arithmetic: theta - theta_k and its norms. `server` is theta, laid out in memory as the
-    theta_k of a compiled program."""
-    compiled = server is not None
-    server = server or work.server.params
-    differences = torch._foreach_sub([*server.values()], [result.params[n] for n in server])
-    delta = dict(zip(server, differences, strict=True))
+def upload(work: Work, result: LocalResult, program: Program | None = None) -> Upload:
+    """The client's last arithmetic: theta - theta_k and its norms."""
+    if program is None:
+        delta = difference(work.server.params, result.params)
+        norms = work.task.layers.norms(delta)
+    else:
+        delta, norms = program.uploaded(work, result.params)
     return Upload(
         delta,
-        work.task.layers.norms(delta, exact=not compiled),
+        norms,
         result.buffers,
         result.measured,
         result.loss,
@@ -130,7 +134,7 @@ class CohortSum:
         self._sum = work.privacy.open(work) if work.privacy else Summation()
         self._sum.expect("delta", server.params)
         # A counter among the buffers (batch norm's num_batches_tracked) is averaged as a float and rounded back.
-        self._sum.expect("buffers", {n: torch.zeros_like(b, dtype=_summable(b)) for n, b in server.buffers.items()})
+        self._sum.expect("buffers", server.buffers)
         self._E = layers.no_norms()
         self._loss = torch.zeros((), device=layers.members.device)
         self._states: dict[int, State] = {}
@@ -163,21 +167,26 @@ class CohortSum:
         self._states |= part.states
         self._reports += part.reports
 
-    def result(self) -> Cohort:
-        cohort = reduced(self._layers, self._work.server, self._sum.total(), self._E, self._loss, self._count)
+    def result(self) -> Cohort | Deferred:
+        given = {"total": self._sum.total(), "E": self._E, "loss": self._loss, "reports": self._reports}
+        if self._work.whole:
+            return Deferred(self._cohort, given, self._count, self._states)
         return replace(
-            cohort,
+            self._cohort(self._work.server, {}, given),
             states=self._states,
             staleness=self._work.staleness,
-            reports=self._reports,
             members=self._members,
             metrics=self._sum.metrics(),
         )
 
+    def _cohort(self, server: Model, shared: State, given: Any) -> Cohort:
+        cohort = reduced(self._layers, server, given["total"], given["E"], given["loss"], self._count)
+        return replace(cohort, reports=given["reports"])
+
 
 def reduced(layers: Layers, server: Model, total: State, E: Tensor, loss: Tensor, count: int) -> Cohort:
     """So many clients, from their sums."""
-    buffers = {n: _as(t, server.buffers[n].dtype) for n, t in total["buffers"].items()}
+    buffers = combined(_as, total["buffers"], server.buffers)
     return Cohort(
         server=server,
         delta=total["delta"],
@@ -192,9 +201,5 @@ def reduced(layers: Layers, server: Model, total: State, E: Tensor, loss: Tensor
     )
 
 
-def _summable(buffer: Tensor) -> torch.dtype:
-    return buffer.dtype if buffer.is_floating_point() else torch.float32
-
-
-def _as(total: Tensor, dtype: torch.dtype) -> Tensor:
-    return total if total.dtype == dtype else total.round().to(dtype)
+def _as(total: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    return [t if t.dtype == o.dtype else t.round().to(o.dtype) for t, o in zip(total, like, strict=True)]

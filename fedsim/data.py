@@ -1,9 +1,10 @@
 """Data on the device: whole datasets as tensors, indexed there client by client. No DataLoader in the round."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,10 @@ class Dataset:
     def sequence(self) -> bool:
         """Whether every position of a sample has a target of its own."""
         return self.train_y.ndim > 1
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.train_x.nbytes // max(len(self.train_x), 1)
 
     def to(self, device: torch.device) -> "Dataset":
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -196,6 +201,16 @@ class FederatedData:
         """A client's samples, in the order that is this round's (and this purpose's)."""
         return ClientData(self, client, round, batch_size, purpose)
 
+    def begun(self, clients: Sequence[int], round: int, batch_size: int | None) -> dict[int, "ClientData"]:
+        """The data of the first of these clients, as many as there is room for, with their first samples gathered:
+        between two clients' arithmetic, which leaves nothing of it in the cache, Python takes ten times as long."""
+        held = np.cumsum(self.sizes[list(clients)]) * self.dataset.sample_bytes
+        fitting = max(int((held <= GATHERED).sum()), 1)
+        found = {k: self.client(k, round, batch_size) for k in clients[:fitting]}
+        for data in found.values():
+            data.begin()
+        return found
+
     @property
     def all_training(self) -> np.ndarray:
         """What the clients train on, one client after another."""
@@ -239,6 +254,7 @@ class ClientData:
         self._order = rng.generator(whole.seed, purpose, round, client)
         self._augment = rng.generator(whole.seed, "augment", round, client) if whole.dataset.augment else None
         self._extra = (whole.seed, f"{purpose}, extra", round, client)
+        self._begun: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
         return len(self.own)
@@ -254,8 +270,11 @@ class ClientData:
 
     def stored(self, epochs: int) -> Iterator[Batch]:
         """The same, with samples as they are stored: gathered many at a time, handed out batch by batch."""
-        size, table = self._size, self._whole.dataset.train_x
-        at_once = size * max(GATHERED // max(size * table[0].nbytes, 1), 1)
+        begun, self._begun = self._begun, None
+        return self._stored(epochs) if begun is None else chain(begun, self._stored(epochs - 1))
+
+    def _stored(self, epochs: int) -> Iterator[Batch]:
+        size, at_once = self._size, self._size * self._at_once
         for positions, draws in self.orders(epochs):
             order, crops = self._whole.on_device(positions), None if draws is None else self._whole.on_device(draws)
             for first in range(0, len(self), at_once):
@@ -263,6 +282,16 @@ class ClientData:
                 if crops is not None:
                     x = crop_and_flip(x, crops[first : first + at_once])
                 yield from zip(torch.split(x, size), torch.split(y, size), strict=True)
+
+    @property
+    def _at_once(self) -> int:
+        """Batches that are gathered together."""
+        return max(GATHERED // max(self._size * self._whole.dataset.sample_bytes, 1), 1)
+
+    def begin(self) -> None:
+        """Gather the first samples before they are asked for."""
+        rest = self._stored(1)
+        self._begun = chain([*islice(rest, self._at_once)], rest)
 
     def input(self, stored: Batch) -> Batch:
         """What the model is given of a batch."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedsim.trees import Packed
 from fedsim.types import Tree
 
 
@@ -34,14 +35,14 @@ class Layers:
         device = next(module.parameters()).device
         return Layers(names, kinds, [*parts, "all"], torch.tensor(rows, device=device))
 
-    def norms(self, tree: Tree, exact: bool = True) -> Tensor:
-        """L2 norms: [L + P], each layer's, then each part's; the last is the whole model's. Half the time where they
-        need not be `exact`, to the last bit those of the golden curves."""
-        tensors = [tree[name] for name in self.names]
-        if exact:
-            squares = torch.stack([t.sum() for t in torch._foreach_mul(tensors, tensors)])
+    def norms(self, tree: Tree) -> Tensor:
+        """L2 norms: [L + P], each layer's, then each part's; the last is the whole model's."""
+        if isinstance(tree, Packed):
+            squared = Packed(tree.form, [t * t for t in tree.pieces]).rows()
         else:
-            squares = torch.stack(torch._foreach_norm(tensors)).square()
+            tensors = [tree[name] for name in self.names]
+            squared = dict(zip(self.names, torch._foreach_mul(tensors, tensors), strict=True))
+        squares = torch.stack([squared[name].sum() for name in self.names])
         return torch.cat([squares, (self.members * squares).sum(1)]).sqrt()
 
     def no_norms(self) -> Tensor:

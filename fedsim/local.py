@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fedsim import growth, rng
+from fedsim.data import ClientData
 from fedsim.model.dropout import KEY
 from fedsim.participation.base import steps_taken
-from fedsim.program import Carry, Fixed, Moments, Program
+from fedsim.program import Carry, Moments, Program
 from fedsim.task import Task
-from fedsim.trees import mapped
 from fedsim.types import Batch, Context, Finished, Model, Probe, State, Tree, Work
 
 OPTIMIZER = "optimizer/"
@@ -35,7 +35,7 @@ class LocalResult:
     report: Tensor | None = None
 
 
-def train(work: Work, client: int, program: Program | None = None) -> LocalResult:
+def train(work: Work, client: int, program: Program | None = None, data: ClientData | None = None) -> LocalResult:
     """Probe the broadcast model, then train it on the client's own data; with a compiled `program`, if one is given."""
     measured = None
     if work.probe is not None and program is not None:
@@ -43,15 +43,17 @@ def train(work: Work, client: int, program: Program | None = None) -> LocalResul
     elif work.probe is not None:
         batches = work.data.sensitivity_batches(client, work.probe.batch_size or work.client.batch_size)
         measured = measure(work.probe, work.task, work.model, batches)
-    finished, loss, optimizer_state = descend(work, client, "batches", program=program)
+    finished, loss, optimizer_state = descend(work, client, "batches", program=program, data=data)
     kept = finished.kept | {OPTIMIZER + name: tree for name, tree in optimizer_state.items()}
+    kept = {name: dict(tree) for name, tree in kept.items()}  # as others know it, not packed
     upload = finished.model
     return LocalResult(upload.params, upload.buffers, measured, loss, kept or None, finished.sent, finished.report)
 
 
 def measure(probe: Probe, task: Task, model: Model, batches: Iterable[Tensor]) -> Tree:
     """What an aggregator has a client measure."""
-    found, count = {n: torch.zeros_like(p) for n, p in model.params.items()}, 0
+    count = 0
+    found: Tree = {n: torch.zeros_like(p) for n, p in model.params.items()}
     for x in batches:
         found, count = probe.step(task, model, found, x, None), count + 1
     return found if probe.end is None else probe.end(found, max(count, 1))
@@ -61,17 +63,16 @@ def measure_compiled(work: Work, client: int, program: Program) -> Tree:
     """The same, with batches filled up to one of few widths; where samples of a batch see each other (batch norm by the
     batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
-    params, count = program.broadcast(work.model.params), 0
+    model, count = program.start(work).fixed.model, 0
     found: Tree = {}  # zeros, which the program makes itself
     mixes = work.probe.mixes and work.task.mixes
     for x in work.data.stored_sensitivity_batches(client, program.probe_size):
         width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
         there = torch.arange(width, device=x.device) < len(x)
         x = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
-        moment = {"batches": [(x,)], "there": there}
-        found = program.measured(found, params, work.model.buffers, mapped(lambda t: t.unsqueeze(0), moment))
+        found = program.measured(found, model, {"batches": [(x,)], "there": there})
         count += 1
-    found = found or {n: torch.zeros_like(p) for n, p in params.items()}
+    found = found or {n: torch.zeros_like(p) for n, p in model.params.items()}
     return found if work.probe.end is None else work.probe.end(found, max(count, 1))
 
 
@@ -83,32 +84,36 @@ def personal(work: Work, client: int) -> Model:
 
 
 def descend(
-    work: Work, client: int, purpose: str, most: int | None = None, program: Program | None = None
+    work: Work,
+    client: int,
+    purpose: str,
+    most: int | None = None,
+    program: Program | None = None,
+    data: ClientData | None = None,
 ) -> tuple[Finished, Tensor, State]:
     """The loop: (what the rule makes of its end, mean loss, optimizer state to keep)."""
     rule, optimizer = work.client, work.optimizer
+    data = work.data.client(client, work.round, rule.batch_size, purpose) if data is None else data
     own = growth.padded_state(work.states.get(client, {}), work.model.params)
-    data = work.data.client(client, work.round, rule.batch_size, purpose)
     context = Context(work.task, work.model, work.shared, own, data, work.lr)
     if client in work.effort:
         most = steps_taken(rule.epochs * data.steps, work.effort[client])
 
     model = rule.start(context)
-    params, buffers = model.params, model.buffers
-    state = optimizer_part(own) or optimizer.init(params)
-    some = next(iter(params.values()))
+    device = work.data.dataset.train_y.device
     # A model with randomness of its own draws from the device's generator: set here, a function of these four.
-    rng.seed_torch(some.device, work.seed, "dropout", work.round, client)
-    key = dropout_key(work, [client])[0]
-    loss_sum, seen, steps = some.new_zeros(()), 0, 0
+    rng.seed_torch(device, work.seed, "dropout", work.round, client)
+    key = dropout_key(work, [client])[0] if work.task.drops else None
+    seen, steps, kept = 0, 0, optimizer_part(own)
     if program is None:
-        buffers = {n: b.clone() for n, b in buffers.items()}  # which training changes in place
+        copies = {n: b.clone() for n, b in model.buffers.items()}  # which training changes in place
+        no_loss = next(iter(model.params.values())).new_zeros(())
+        carry = Carry(model.params, copies, kept or optimizer.init(model.params), no_loss)
     else:
-        params = program.broadcast(params) if params is work.model.params else program.laid_out(params)
-    fixed = Fixed(own, work.model, work.shared, some.new_tensor(work.lr))
+        carry = program.carry(work, model, kept)
 
     def present_loss() -> float:
-        return work.task.mean_loss(Model(params, buffers), data).item()
+        return work.task.mean_loss(Model(carry.params, carry.buffers), data).item()
 
     def batches(epochs: int) -> Iterator[Batch]:
         """As many as the client takes."""
@@ -120,24 +125,21 @@ def descend(
     def moments(epochs: int, program: Program) -> Iterator[Moments]:
         for stored in batches(epochs):
             taken = [stored, *(next(data.stored_extra) for _ in range(rule.extra_batches))]
-            keys = {"key": (key + steps).unsqueeze(0)} if work.task.drops else {}
-            given = [(x.unsqueeze(0), y.unsqueeze(0)) for x, y in taken]
-            yield {"batches": given, "size": program.size(len(stored[1])), **keys}
+            keys = {} if key is None else {"key": key + steps}
+            yield {"batches": taken, "size": program.size(len(stored[1])), **keys}
 
     for epochs in rule.plan(context, present_loss):
         if program is not None:
             # All of them first: Python runs faster in one piece than between steps that take its place in the cache.
-            carry = program(Carry(params, buffers, state, loss_sum), fixed, list(moments(epochs, program)))
-            params, buffers, state, loss_sum = carry.parts()
+            carry = program(carry, program.fixed(work, own), list(moments(epochs, program)))
             continue
         for stored in batches(epochs):
-            buffers |= {KEY: key + steps} if work.task.drops else {}
-            grads, loss = rule.gradient(work.task, params, buffers, data.input(stored), context)
-            params, state = optimizer.step(params, grads, state, work.lr)
-            buffers.pop(KEY, None)
-            loss_sum += loss * len(stored[1])
-    finished = rule.finish(Model(params, buffers), steps, context)
-    return finished, loss_sum / max(seen, 1), state if optimizer.persist_state else {}
+            buffers = carry.buffers if key is None else {**carry.buffers, KEY: key + steps}
+            grads, loss = rule.gradient(work.task, carry.params, buffers, data.input(stored), context)
+            carry.params, carry.state = optimizer.step(carry.params, grads, carry.state, work.lr)
+            carry.loss += loss * len(stored[1])
+    finished = rule.finish(Model(carry.params, carry.buffers), steps, context)
+    return finished, carry.loss / max(seen, 1), carry.state if optimizer.persist_state else {}
 
 
 def optimizer_part(own: State) -> State:
@@ -147,7 +149,7 @@ def optimizer_part(own: State) -> State:
 
 def dropout_key(work: Work, clients: list[int]) -> Tensor:
     """[K, 2]: where the masks of the clients' steps come from, step s adding s. Zeros where nothing is dropped."""
-    device = next(iter(work.model.params.values())).device
+    device = work.data.dataset.train_y.device
     if not work.task.drops:
         return torch.zeros(len(clients), 2, dtype=torch.int32, device=device)
     words = [rng.words(work.seed, "dropout", work.round, client) for client in clients]

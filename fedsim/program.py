@@ -8,7 +8,7 @@ stored: a step makes its inputs of them itself, a batch at a time, while they ar
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from fedsim import kernels
 from fedsim.data import ClientData
 from fedsim.kernels import Decompositions
 from fedsim.model.dropout import KEY
-from fedsim.trees import leaves, mapped, rebuilt
+from fedsim.trees import Form, difference, leaves, mapped, packed, rebuilt
 from fedsim.types import Batch, Context, Model, State, Tree, Work
 
 SMALL, UNROLL = 2**15, 8
@@ -64,10 +64,20 @@ class Fixed:
     lr: Tensor
 
 
+@dataclass(frozen=True)
+class Start:
+    """Of clients that have nothing of their own."""
+
+    carry: Carry
+    fixed: Fixed
+    server: Tree
+    """What an update is measured against: the server's present parameters."""
+
+
 Moments = dict[str, Any]
-"""What some steps are given, each tensor with the step as first dimension: `batches`, the batch and the extra ones,
-each x as it is stored and y; and, where they are wanted, `size`, how many samples the batch has, `there`, which of its
-rows are samples, and `key` of the step's dropout."""
+"""What a step is given or, in a stack, several steps, each tensor with the step as first dimension: `batches`, the
+batch and the extra ones, each x as it is stored and y; and, where they are wanted, `size`, how many samples the batch
+has, `there`, which of its rows are samples, and `key` of the step's dropout."""
 
 
 class Compiled:
@@ -80,8 +90,9 @@ class Compiled:
 
     def __call__(self, *trees: Any, names: Iterable[str] = ()) -> Any:
         """`names` are what may differ although all sizes are the same."""
-        flat = leaves(trees)
-        kind = (*names, *[(t.shape, t.stride()) for t in flat])
+        forms: list[Form] = []
+        flat = leaves(trees, forms)
+        kind = (*names, *forms, *[(t.shape, t.stride()) for t in flat])
         if kind not in self._made:
             self._made[kind] = self._make(trees, flat)
         program, form = self._made[kind]
@@ -177,15 +188,15 @@ class Loop:
         anybody's, where a stack's may be fewer than there is room for."""
 
         def take(carry: Any, constant: Any, given: Moments) -> Any:
-            for place in range(len(given["batches"][0][0])):
-                step, here = self._once, None if alike and place == 0 else 0
+            for place in range(len(given["batches"][0][0]) if self._stacked else 1):
+                step, moment = self._once, given
                 if self._stacked:
-                    step = vmap(step, in_dims=(here, self._in_dims, 0))
-                moment = mapped(lambda t, place=place: t[place], given)
+                    step = vmap(step, in_dims=(None if alike and place == 0 else 0, self._in_dims, 0))
+                    moment = mapped(lambda t, place=place: t[place], given)
                 if widths:
                     moment["batches"] = mapped(lambda t, place=place: t[:, : widths[place]], moment["batches"])
-                moment["batches"] = [(self._inputs(x), *y) for x, *y in moment["batches"]]
-                carry = step(carry, constant, moment)
+                batches = [(self._inputs(x), *y) for x, *y in moment["batches"]]
+                carry = step(carry, constant, moment | {"batches": batches})
             return carry
 
         return take
@@ -207,9 +218,17 @@ class Program:
         self.task, self.rule, self.optimizer = work.task.for_stacks(), work.client, work.optimizer
         self.data, self.stacked, self.compile = work.data.dataset, stacked, compile
         data, batch_size = work.data, work.client.batch_size
-        self._broadcast: tuple[Tree, Tree] = {}, {}
+        self._packs = compile and not stacked
+        self._start: tuple[Work, Start] | None = None
+        layers = work.task.layers
+
+        def upload(server: Tree, params: Tree) -> tuple[Tree, Tensor]:
+            delta = difference(server, params)
+            return delta, layers.norms(delta)
+
+        self._upload = Compiled(upload)
         self._some = next(iter(work.model.params.values()))
-        self.sizes = {size: self._some.new_tensor([size]) for size in (batch_size, *short) if size is not None}
+        self.sizes = {size: self._some.new_tensor(size) for size in (batch_size, *short) if size is not None}
         """Of batches that there is a program for."""
         small = sum(p.numel() for p in work.model.params.values()) <= SMALL
 
@@ -244,21 +263,26 @@ class Program:
         """`seldom`: that many clients come too seldom together to be compiled for."""
 
         def other_size(given: Moments) -> bool:
-            return seldom or given["batches"][0][1].shape[2 if self.stacked else 1] not in self.sizes
+            return seldom or given["batches"][0][1].shape[2 if self.stacked else 0] not in self.sizes
 
         constant = fixed.own, (fixed.model.params, fixed.model.buffers), fixed.shared, fixed.lr
         names = tuple(fixed.own)
         return Carry(*self.training(carry.parts(), constant, pieces, carry.alike, names, other_size))
 
-    def measured(self, found: Tree, params: Tree, buffers: Tree, given: Moments) -> Tree:
+    def measured(self, found: Tree, model: Model, given: Moments) -> Tree:
         """By a single client, after one more batch."""
-        other_size = given["there"].shape[1] not in self.probe_widths
-        after: Tree = self.probing(found, (params, buffers), [given], seldom=lambda _: other_size)
+        other_size = len(given["there"]) not in self.probe_widths
+        after: Tree = self.probing(found, (model.params, model.buffers), [given], seldom=lambda _: other_size)
         return after
+
+    def uploaded(self, work: Work, params: Tree) -> tuple[Tree, Tensor]:
+        """(theta - theta_k, its norms by layer and part)."""
+        found: tuple[Tree, Tensor] = self._upload(self.start(work).server, self.laid_out(params))
+        return found
 
     def size(self, samples: int) -> Tensor:
         """Of a single client's batch, as a step is given it."""
-        return self.sizes[samples] if samples in self.sizes else self._some.new_tensor([samples])
+        return self.sizes[samples] if samples in self.sizes else self._some.new_tensor(samples)
 
     def _descend(self, carry: Any, constant: Any, moment: Moments) -> Any:
         (params, buffers, state, loss_sum), (own, model, shared, lr) = carry, constant
@@ -266,35 +290,58 @@ class Program:
         # The rate is a tensor, so that a program serves all rounds of a schedule.
         context = Context(self.task, Model(*model), shared, own, cast(ClientData, Given(iter(extra))), lr)
         statistics = {n: b.clone() for n, b in buffers.items()} | ({KEY: moment["key"]} if self.task.drops else {})
+        params = dict(params)  # as torch.func knows it
         grads, loss = self.rule.gradient(self.task, params, statistics, batch, context)
         new, new_state = self.optimizer.step(params, grads, state, lr)
         statistics.pop(KEY, None)
-        return self.laid_out(new), statistics, new_state, loss_sum + loss * moment["size"]
+        after = self.laid_out(new), self.laid_out(statistics), self.all_laid_out(new_state)
+        return *after, loss_sum + loss * moment["size"]
 
     def _measure(self, found: Any, model: Any, moment: Moments) -> Any:
         assert self.probe is not None
         (x,) = moment["batches"][0]
         found = found or {n: torch.zeros_like(p) for n, p in model[0].items()}
-        return self.laid_out(self.probe.step(self.task, Model(*model), found, x, moment.get("there")))
+        return self.laid_out(self.probe.step(self.task, Model(*map(dict, model)), found, x, moment.get("there")))
 
     def _inputs(self, stored: Tensor) -> Tensor:
         """Of one client or of a stack. A single client's convolutions run fastest with channels last (oneDNN would
         reorder everything it is given); a stack's become grouped convolutions, for which there is no such rule."""
         x = self.data.inputs(stored)
-        if self._channels_last(x):
+        if self._packs and x.ndim == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return kernels.in_memory(x) if self.compile else x
 
     def laid_out(self, tree: Tree) -> Tree:
-        """Parameters as the program wants them."""
-        last = torch.channels_last
-        return {n: t.contiguous(memory_format=last) if self._channels_last(t) else t for n, t in tree.items()}
+        """A model, or another of its form, as the program wants it: that of a single client is packed, and so are few
+        tensors where it has many."""
+        return packed(tree) if self._packs else tree
 
-    def broadcast(self, params: Tree) -> Tree:
-        """The round's model laid out, once for all clients."""
-        if self._broadcast[0] is not params:
-            self._broadcast = params, self.laid_out(params)
-        return self._broadcast[1]
+    def all_laid_out(self, state: State) -> State:
+        return {name: self.laid_out(tree) for name, tree in state.items()}
 
-    def _channels_last(self, t: Tensor) -> bool:
-        return self.compile and not self.stacked and t.ndim == 4
+    def start(self, work: Work) -> Start:
+        """Where the round's clients begin, laid out once for all of them."""
+        if self._start is None or not same_round(self._start[0], work):
+            params, buffers = self.laid_out(work.model.params), self.laid_out(work.model.buffers)
+            state, some = self.all_laid_out(self.optimizer.init(work.model.params)), self._some
+            server = params if work.server.params is work.model.params else self.laid_out(work.server.params)
+            fixed = Fixed({}, Model(params, buffers), work.shared, some.new_tensor(work.lr))
+            start = Start(Carry(params, buffers, state, some.new_zeros(())), fixed, server)
+            self._start = work, start
+        return self._start[1]
+
+    def carry(self, work: Work, model: Model, state: State) -> Carry:
+        """A client's, that begins with this model and with what its optimizer remembers, if anything."""
+        start = self.start(work).carry
+        if model is work.model:
+            return replace(start, state=self.all_laid_out(state)) if state else start
+        state = state or self.optimizer.init(model.params)
+        return Carry(self.laid_out(model.params), self.laid_out(model.buffers), self.all_laid_out(state), start.loss)
+
+    def fixed(self, work: Work, own: State) -> Fixed:
+        return replace(self.start(work).fixed, own=own)
+
+
+def same_round(one: Work, other: Work) -> bool:
+    """Whether two clients are given the same. What lies in memory that is used again is another round's, though."""
+    return one.round == other.round and one.model is other.model and one.server is other.server

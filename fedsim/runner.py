@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim import check, personal, shared_data
-from fedsim.cohort import Cohort, Untrained
+from fedsim.cohort import Cohort, Deferred
 from fedsim.data import FederatedData
 from fedsim.engine.auto import Extent
 from fedsim.engine.beside import Pending
@@ -21,6 +21,7 @@ from fedsim.participation.asynchronous import Asynchronous
 from fedsim.privacy.channel import Privacy
 from fedsim.server import Learned, Said, Server
 from fedsim.task import Evaluation, Task
+from fedsim.trees import difference, leaves
 from fedsim.types import (
     Aggregator,
     Client,
@@ -93,7 +94,7 @@ class Experiment:
     @cached_property
     def server(self) -> Server:
         """Its half of a round; compiled where all clients are one program, and where all rounds have as many."""
-        whole = self.engine_choice.get("name") == "vmap" and self.engine_choice.get("compile") is True
+        stacked, compiled = self.engine_choice.get("name") == "vmap", self.engine_choice.get("compile") is True
         alike = self.foreseen(0) is not None and not (self.aggregator.individual or self.privacy.active)
         return Server(
             self.aggregator,
@@ -101,7 +102,8 @@ class Experiment:
             self.client,
             self.task.layers,
             self.data.num_clients,
-            compile=whole and alike,
+            compile=stacked and compiled and alike,
+            pack=compiled and not stacked,
         )
 
     def foreseen(self, round: int) -> Sequence[int] | None:
@@ -230,13 +232,13 @@ def begin(exp: Experiment, state: RunState) -> Played:
     return Played(after, row, layer_rows, pending)
 
 
-def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple[RunState, Learned | None]:
+def learn(exp: Experiment, state: RunState, cohort: Cohort | Deferred) -> tuple[RunState, Learned | None]:
     """Aggregate, take the server's step, and remember what aggregator, server optimizer, rule and clients want kept.
     From nobody nothing is learned."""
     if not cohort.count:
         return state, None
     learned = exp.server(state.model, state.aggregator, state.server, state.rule, cohort)
-    kept = cohort.states if isinstance(cohort, Cohort) else {}
+    kept = cohort.states
     after = replace(
         state,
         model=learned.model,
@@ -250,7 +252,7 @@ def learn(exp: Experiment, state: RunState, cohort: Cohort | Untrained) -> tuple
 
 def account(exp: Experiment, state: RunState, turn: Turn, model: Model) -> Row:
     """What the round cost: bytes, virtual time, privacy."""
-    size = sum(t.numel() * t.element_size() for t in (*model.params.values(), *model.buffers.values()))
+    size = sum(t.nbytes for t in leaves((model.params, model.buffers)))
     down, up = exp.client.traffic
     answers = len(turn.clients) + turn.discarded
     row: Row = {
@@ -365,7 +367,7 @@ def average(model: Model, learned: Learned | None) -> Model:
     """Of the clients' models, which began at this one."""
     if learned is None:
         return model
-    return Model({n: p - learned.delta[n] for n, p in model.params.items()}, learned.buffers)
+    return Model(difference(model.params, learned.delta), learned.buffers)
 
 
 def evaluate(exp: Experiment, work: Work, sent: Model, averaged: Model) -> dict[str, Evaluation | Pending]:

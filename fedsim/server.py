@@ -2,7 +2,7 @@
 them remember. Where the clients are one compiled program this is one too: it is a model's worth of small operations,
 each of which would be a call (or, on a GPU, a kernel) of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fedsim import growth, kernels
-from fedsim.cohort import Cohort, Untrained
+from fedsim.cohort import Cohort, Deferred
 from fedsim.layers import Layers
 from fedsim.program import Compiled
+from fedsim.trees import difference, packed, packed_alike
 from fedsim.types import Aggregator, Client, Model, Optimizer, State, Tree
 
 
@@ -55,12 +56,15 @@ class Server:
         layers: Layers,
         num_clients: int,
         compile: bool,
+        pack: bool,
     ) -> None:
+        """`pack`: models are laid out as a single client's program wants them."""
         self._aggregator, self._optimizer, self._client = aggregator, optimizer, client
         self._layers, self._num_clients = layers, num_clients
         device = layers.members.device
         self._compiled = Compiled(self._on_trees, kernels.forms(True, device)) if compile else None
-        self._cohort: Cohort | Untrained
+        self._pack = pack
+        self._cohort: Deferred
         self._names: tuple[Sequence[str], Mapping[str, int]]
 
     @property
@@ -68,27 +72,22 @@ class Server:
         return self._compiled is not None
 
     def __call__(
-        self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort | Untrained
+        self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort | Deferred
     ) -> Learned:
         """From a cohort, which may have yet to train, given what was known before."""
-        if self._compiled is None:
-            assert isinstance(cohort, Cohort)
+        if isinstance(cohort, Cohort):
             return self._learned(model, aggregator, server, rule, cohort)
+        assert self._compiled is not None
         self._cohort = cohort
         # What is no tensor is part of the program: another number of clients, another program.
-        names = [type(cohort).__name__, str(cohort.count)]
-        given = cohort.given if isinstance(cohort, Untrained) else sums(cohort)
-        found = self._compiled((model.params, model.buffers), (aggregator, server, rule), given, names=names)
+        names = [cohort.make.__qualname__, str(cohort.count)]
+        found = self._compiled((model.params, model.buffers), (aggregator, server, rule), cohort.given, names=names)
         after, (aggregator, server, rule), (delta, buffers), numbers = found
         return Learned(Model(*after), aggregator, server, rule, delta, buffers, Said(numbers, *self._names))
 
     def _on_trees(self, model: Any, memories: Any, given: Any) -> Any:
-        before, (aggregator, server, rule), cohort = Model(*model), memories, self._cohort
-        if isinstance(cohort, Untrained):
-            trained = cohort.train(before, rule, given)
-        else:
-            trained = replace(cohort, server=before, **given)
-        after = self._learned(before, aggregator, server, rule, trained)
+        before, (aggregator, server, rule) = Model(*model), memories
+        after = self._learned(before, aggregator, server, rule, self._cohort.make(before, rule, given))
         self._names = after.said.scalars, after.said.vectors  # always the same
         return (
             (after.model.params, after.model.buffers),
@@ -98,16 +97,18 @@ class Server:
         )
 
     def _learned(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
-        direction = self._aggregator.direction(cohort, aggregator)
-        origin = direction.origin or model.params
+        laid_out: Callable[[Tree], Tree] = packed if self._pack else lambda tree: tree
+        before, direction = laid_out(model.params), self._aggregator.direction(cohort, aggregator)
+        origin = direction.origin or before
         if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
             server = growth.overlaid(server, self._optimizer.init(origin))
             rule = growth.overlaid(rule, self._client.init(origin))
             cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
         params, server = self._optimizer.step(origin, direction.tree, server, self._optimizer.lr)
-        moved = self._layers.norms(way(model.params, params))
+        params = laid_out(params)
+        moved = self._layers.norms(way(before, params))
         return Learned(
-            Model(params, direction.buffers or cohort.buffers),
+            Model(params, laid_out(direction.buffers or cohort.buffers)),
             direction.state,
             server,
             self._client.merge(rule, cohort, self._num_clients),
@@ -120,13 +121,6 @@ class Server:
         )
 
 
-def sums(cohort: Cohort) -> dict[str, Any]:
-    """What of a cohort is tensors."""
-    names = ("delta", "buffers", "measured", "N", "E", "loss", "length", "sent")
-    return {name: getattr(cohort, name) for name in names} | {"reports": list(cohort.reports)}
-
-
 def way(before: Tree, after: Tree) -> Tree:
     """How far a model has come, also one that has grown."""
-    before = growth.padded(before, after)
-    return {n: p - before[n] for n, p in after.items()}
+    return difference(after, before if packed_alike(before, after) else growth.padded(before, after))

@@ -100,7 +100,7 @@ class Sums:
     ) -> tuple[State, Tensor, Tensor]:
         """(sum_k w_k of every upload, of the norms and of the mean losses), and the plain sum of what is `sent`."""
         delta = {n: p - params[n] for n, p in server.items()}
-        trees = {
+        trees: State = {
             name: {n: torch.mv(t.to(w.dtype).reshape(len(w), -1).t(), w).view(t.shape[1:]) for n, t in tree.items()}
             for name, tree in {"delta": delta, **uploads}.items()
         }
@@ -412,7 +412,7 @@ def sensitivities(work: Work, clients: Sequence[int], program: Program, moments:
     """What the aggregator's probe measures at the broadcast model on every client's B_k, stacked."""
     assert work.probe is not None
     model, loop, device = work.model, program.probing, work.data.dataset.train_y.device
-    found = {n: torch.zeros_like(p) for n, p in model.params.items()}
+    found: Tree = {n: torch.zeros_like(p) for n, p in model.params.items()}
     pieces = cut_into_pieces(moments, loop.unroll)
     if loop.masked:
         found = loop(found, (model.params, model.buffers), pieces, alike=True)

@@ -81,7 +81,8 @@ class Task:
                 name: mixed(buffers[KEY] ^ place) for name, place in self.drops.items()
             }
         with self._autocast(x.device):
-            outputs: Tensor = functional_call(self.module, (params, buffers), (x,), tie_weights=self._shares_weights)
+            given = dict(params), dict(buffers)
+            outputs: Tensor = functional_call(self.module, given, (x,), tie_weights=self._shares_weights)
         if outputs.dtype == torch.bfloat16:
             outputs = outputs.float()
         # A sequence model is read at its last position where a sample has a single label.

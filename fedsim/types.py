@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fedsim.cohort import Cohort, Untrained
+    from fedsim.cohort import Cohort, Deferred
     from fedsim.data import ClientData, FederatedData
     from fedsim.engine.beside import Pending
     from fedsim.privacy.channel import Privacy
     from fedsim.task import Evaluation, Task
 
-Tree = dict[str, Tensor]
+Tree = Mapping[str, Tensor]
 """A model's tensors by name (as `named_parameters` gives them): the only form in which a model crosses a boundary."""
 
 State = dict[str, Tree]
@@ -294,13 +294,13 @@ class Work:
     foreseen: Callable[[int], Sequence[int] | None] = nobody_knows
     """Who will train in a round that is yet to come, where that is known."""
     whole: bool = False
-    """Whether the server's half of the round is a program that may begin with the clients' (`Untrained`)."""
+    """Whether the server's half of the round is a program that may begin with the clients' (`Deferred`)."""
 
 
 class Engine(Protocol):
     """Trains the cohort and reduces it. Neither algorithms nor aggregators can see which engine runs them."""
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort | Untrained": ...
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> "Cohort | Deferred": ...
     def evaluate(self, work: Work, part: str, batch_size: int) -> "Evaluation | Pending":
         """Of work.model, on the `test` set or on what the clients `train` on; now, or beside the rounds to come."""
         ...

@@ -10,7 +10,7 @@ import torch
 from torch.func import vmap
 
 from fedsim.client.sgd import Sgd
-from fedsim.cohort import Cohort, Untrained, reduced
+from fedsim.cohort import Cohort, Deferred, reduced
 from fedsim.program import Program
 from fedsim.stack import Ready, Sums
 from fedsim.types import Model, State, Work
@@ -37,11 +37,11 @@ class Whole:
         self._program, self._sums, self._layers = program, sums, work.task.layers
         self._widths = widest(work.data.sizes, work.client.batch_size or 0, work.client.epochs, program.training.unroll)
 
-    def __call__(self, work: Work, weights: Sequence[float], ready: Ready) -> Untrained:
+    def __call__(self, work: Work, weights: Sequence[float], ready: Ready) -> Deferred:
         some = next(iter(work.model.params.values()))
         given = {"steps": ready.moments, "numbers": some.new_tensor([work.lr, *weights])}
         given |= {} if ready.probe is None else {"probe": ready.probe}
-        return Untrained(self._round, given, len(weights))
+        return Deferred(self._round, given, len(weights))
 
     def _round(self, model: Model, shared: State, given: Any) -> Cohort:
         program, params, sent = self._program, model.params, (model.params, model.buffers)

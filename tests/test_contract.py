@@ -1,6 +1,7 @@
 """One suite over every client rule x aggregator x server optimizer x client optimizer. A new method costs one row."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -61,7 +62,7 @@ def tensors(state: RunState) -> dict[str, torch.Tensor]:
     def walk(prefix: str, node: object) -> None:
         if isinstance(node, torch.Tensor):
             found[prefix] = node
-        elif isinstance(node, dict):
+        elif isinstance(node, Mapping):
             for key, value in node.items():
                 walk(f"{prefix}/{key}", value)
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
+from fedsim import checkpoint
 from fedsim.engine.parcel import Inbox, Outbox
 from fedsim.engine.pool import Job, Pool
 from fedsim.runner import first_work
@@ -54,6 +55,36 @@ def test_the_sequential_engines_bits(methods: tuple[str, ...]) -> None:
         {k: v for k, v in row.items() if k != "time/round_s"} for row in same
     ]
     found = tensors(other)
+    for name, t in tensors(one).items():
+        assert torch.equal(t, found[name]), name
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("client=scaffold", "aggregator=elastic", "server_optimizer=fedadam"),
+        ("client=local", "client_optimizer=adam", "client_optimizer.persist_state=true"),
+        ("client=pfedme", "aggregator=fednnnn", "client_optimizer=nesterov", "client_optimizer.persist_state=true"),
+        ("aggregator=pfnm", "aggregator.tau=0.5", "model=mlp", "model.hidden=[8]"),
+        ("participation=async", "aggregator=fedasync", "server_optimizer=fedavgm"),
+        ("privacy=masked",),
+    ],
+    ids=" ".join,
+)
+def test_compiled_clients_have_the_same_bits_in_any_process_and_after_a_stop(
+    methods: tuple[str, ...], tmp_path: Path
+) -> None:
+    keys = [*(o for m in methods for o in (m, *NEEDS.get(m, ()))), "rounds=4", "engine.compile=true"]
+    one, rows = play(small(*keys, "engine=sequential"))
+    begun, first = play(small(*keys, "engine=process", "rounds=2", "schedule=constant"))
+    checkpoint.save(tmp_path / "checkpoint.pt", begun, 0.0)
+    state, _ = checkpoint.load(tmp_path / "checkpoint.pt", torch.device("cpu"))
+    other, rest = play(small(*keys, "engine=process"), state)
+    for row, same in zip(rows, [*first, *rest], strict=True):
+        for name in row.keys() & same.keys() - {"time/round_s"}:
+            assert row[name] == same[name] or row[name] != row[name], name
+    found = tensors(other)
+    assert found.keys() == tensors(one).keys()
     for name, t in tensors(one).items():
         assert torch.equal(t, found[name]), name
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_contract import CLIENTS, NEEDS, tensors
 
 from fedsim import stack
-from fedsim.cohort import Untrained
+from fedsim.cohort import Deferred
 from fedsim.engine import auto
 from fedsim.model.dropout import Dropout, mixed
 from fedsim.runner import Experiment, RunState, initial_state
@@ -294,7 +294,7 @@ def test_a_round_as_one_program(keys: list[str], monkeypatch: pytest.MonkeyPatch
     bound = ROUNDED if "aggregator=fednnnn" in keys else 1e-8
     keys = [*keys, "client.batch_size=20"]
     assert compare(small, keys, "engine=vmap", *COMPILED) < bound
-    assert [kind for kind in played if kind is not Server] == [Untrained]  # recorded once, for all rounds
+    assert [kind for kind in played if kind is not Server] == [Deferred]  # recorded once, for all rounds
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 3))

@@ -87,7 +87,7 @@ class Elastic(FedAvg):
     def zeta(self, omega: Tree) -> Tree:
         """Eq. 7, layer by layer. A layer with no sensitive parameter at all (maximum 0) has ratio 0: zeta = 1 + tau."""
         omega = {n: o.clamp_min(0) for n, o in omega.items()}  # it is never negative but by privacy's noise
-        largest: Tree = {}
+        largest: dict[str, Tensor] = {}
         for name, o in omega.items():
             layer = self._layer_of(name)
             largest[layer] = torch.maximum(largest[layer], o.max()) if layer in largest else o.max()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from fedsim import check
 from fedsim.aggregator.elastic import Elastic
@@ -78,8 +79,8 @@ class Pfnm(Elastic):
 
     def _carried_omega(self, cohort: Cohort, found: Matched) -> Tree:
         theta = cohort.server.params
-        total: Tree = {}
-        mass: Tree = {}
+        total: dict[str, Tensor] = {}
+        mass: dict[str, Tensor] = {}
         for member, assignment in zip(cohort.members, found.assignment, strict=True):
             assert member.measured is not None
             ones = {n: torch.ones_like(o) for n, o in member.measured.items()}

@@ -128,10 +128,10 @@ def walked(node: Any, wanted: type, change: Callable[[Any], Any]) -> Any:
     """A structure of the same form, with the wanted things in it changed."""
     if isinstance(node, wanted):
         return change(node)
+    if is_dataclass(node) and not isinstance(node, type):
+        return replace(node, **{f.name: walked(getattr(node, f.name), wanted, change) for f in fields(node)})
     if isinstance(node, Mapping):
         return {key: walked(value, wanted, change) for key, value in node.items()}
     if isinstance(node, list):
         return [walked(value, wanted, change) for value in node]
-    if is_dataclass(node) and not isinstance(node, type):
-        return replace(node, **{f.name: walked(getattr(node, f.name), wanted, change) for f in fields(node)})
     return node

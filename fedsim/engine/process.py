@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fedsim import check, evaluation
-from fedsim.cohort import Cohort, CohortSum, Upload, upload
+from fedsim.cohort import Cohort, CohortSum, Deferred, Upload, upload
+from fedsim.data import ClientData
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.pool import Job, Pool
 from fedsim.evaluation import Judge
@@ -33,7 +34,7 @@ class Process:
     def __post_init__(self) -> None:
         check.resources(self.workers, self.threads, self.compile)
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Deferred:
         keep_freed_memory()
         torch.set_num_threads(self.threads)  # before the workers are made, which inherit what threads have begun
         if not self._pools:
@@ -64,13 +65,17 @@ class OneClient:
     short: Sequence[int]
     judge: Judge
     program: Program | None = None
+    begun: tuple[int, dict[int, ClientData]] = field(default_factory=lambda: (-1, {}))
+    """A round, and data of its clients that come next."""
 
     def __call__(self, work: Work, job: Job) -> Upload | Evaluation:
-        return self.trained(work, job) if job.rows is None else self.judge(work, *job.rows)
+        return self.trained(work, job.clients[0]) if job.rows is None else self.judge(work, *job.rows)
 
-    def trained(self, work: Work, job: Job) -> Upload:
-        if not self.compile:
-            return upload(work, train(work, job.clients[0]))
-        if self.program is None:
+    def trained(self, work: Work, client: int, coming: Sequence[int] = ()) -> Upload:
+        """`coming`: who will be next, where that is known."""
+        if self.compile and self.program is None:
             self.program = Program(work, stacked=False, compile=True, short=self.short)
-        return upload(work, train(work, job.clients[0], self.program), self.program.broadcast(work.server.params))
+        if self.begun[0] != work.round or client not in self.begun[1]:
+            data = work.data.begun([client, *coming], work.round, work.client.batch_size)
+            self.begun = work.round, data
+        return upload(work, train(work, client, self.program, self.begun[1].pop(client)), self.program)

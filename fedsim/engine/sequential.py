@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fedsim import check, evaluation
-from fedsim.cohort import Cohort, CohortSum
+from fedsim.cohort import Cohort, CohortSum, Deferred
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.beside import Beside, Pending
-from fedsim.engine.pool import Job
 from fedsim.engine.process import OneClient
 from fedsim.evaluation import Judge
 from fedsim.task import Evaluation
@@ -33,14 +32,14 @@ class Sequential:
         check.resources(None, self.threads, self.compile)
         self._do.append(OneClient(self.compile is True, self.short, Judge(self.evaluation)))
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort:
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Deferred:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
         if self.beside and not self._beside:  # in the first round, before there are threads that no fork survives
             self._beside.append(Beside(work, self._do[0].judge))
         total = CohortSum(work, len(clients))
-        for client, weight in zip(clients, weights, strict=True):
-            total.add(client, weight, self._do[0].trained(work, Job([client], [weight])))
+        for place, (client, weight) in enumerate(zip(clients, weights, strict=True)):
+            total.add(client, weight, self._do[0].trained(work, client, clients[place + 1 :]))
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:

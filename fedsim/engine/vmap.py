@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fedsim import check, evaluation, stack
-from fedsim.cohort import Cohort, CohortSum, Partial, Untrained, Upload
+from fedsim.cohort import Cohort, CohortSum, Deferred, Partial, Upload
 from fedsim.engine.ahead import Ahead, made, worth_it
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.beside import Beside, Pending
@@ -48,7 +48,7 @@ class Vmap:
         check.resources(self.workers, self.threads, self.compile)
         self._judge.append(Judge(self.evaluation))
 
-    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Untrained:
+    def __call__(self, work: Work, clients: Sequence[int], weights: Sequence[float]) -> Cohort | Deferred:
         keep_freed_memory()
         torch.set_num_threads(self.threads)
         if self.beside and not self._beside:  # in the first round, before there are threads that no fork survives
@@ -113,7 +113,7 @@ class OneStack:
             return stack.apart(work, done)
         return sums(work, job.weights, job.cohort, done)
 
-    def untrained(self, work: Work, job: Job) -> Untrained | None:
+    def untrained(self, work: Work, job: Job) -> Deferred | None:
         """A cohort of one stack, where the server's program can begin with it."""
         program, _ = self._prepared(work, job)
         if self.whole is None or len(job.clients) < self.size:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedsim import check, rng
 from fedsim.privacy.secure_sum import SecureSum
-from fedsim.trees import length
+from fedsim.trees import length, mapped, pairs
 from fedsim.types import Tree, Work
 
 
@@ -35,28 +35,36 @@ class Part:
     tree: Tree
 
 
+def nothing(like: Tensor) -> Tensor:
+    """What a sum begins with. That of counters is of floats: they are weighted too."""
+    return torch.zeros_like(like, dtype=like.dtype if like.is_floating_point() else torch.float32)
+
+
 class Summation:
     """The plain sum of what clients upload, part by part."""
 
     def __init__(self) -> None:
         self._total: dict[str, Tree] = {}
-        self._added: set[str] = set()
+        self._expected: dict[str, Tree] = {}
 
     def expect(self, part: str, like: Tree) -> None:
         """A part that stands in the total even if no client uploads it."""
-        self._total[part] = {n: torch.zeros_like(t) for n, t in like.items()}
+        self._expected[part] = like
 
     def add(self, client: int, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
-            if name not in self._added:  # laid out in memory as what is added: much faster
-                self._added.add(name)
-                kinds = {n: t.dtype for n, t in self._total.get(name, part.tree).items()}
-                self._total[name] = {n: torch.zeros_like(part.tree[n], dtype=kind) for n, kind in kinds.items()}
-            total = self._total[name]
-            if total:
-                torch._foreach_add_([*total.values()], [part.tree[key] for key in total], alpha=part.weight)
+            self._begin(name, part.tree)
+            if self._total[name]:
+                torch._foreach_add_(*pairs(self._total[name], part.tree), alpha=part.weight)
+
+    def _begin(self, name: str, like: Tree) -> None:
+        """A sum is laid out in memory as what is added to it: much faster."""
+        if name not in self._total:
+            self._total[name] = mapped(nothing, like)
 
     def total(self) -> dict[str, Tree]:
+        for name, like in self._expected.items():
+            self._begin(name, like)
         return self._total
 
     def metrics(self) -> dict[str, Tensor]:
@@ -120,8 +128,7 @@ class Protected(Summation):
             super().add(client, parts)
             return
         for name, part in parts.items():
-            if name not in self._total:
-                self.expect(name, part.tree)
+            self._begin(name, part.tree)
         order = [(parts[name], key) for name, tree in self._total.items() for key in tree]
         flat = [part.weight * part.tree[key].cpu().double().reshape(-1) for part, key in order]
         vector = torch.cat(flat).numpy()
