@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.layers import Layers
-from fedsim.local import LocalResult
+from fedsim.local import LocalResult, measured_by
 from fedsim.privacy.channel import Part, Summation
 from fedsim.program import Program
 from fedsim.trees import combined, difference
@@ -125,6 +125,14 @@ class Partial:
     reports: list[Tensor]
 
 
+def measurements(work: Work, clients: Sequence[int], weights: Sequence[float], program: Program) -> Partial:
+    """What the aggregator has some clients measure, and nothing else."""
+    total, layers = Summation(), work.task.layers
+    for client, weight, measured in zip(clients, weights, measured_by(work, clients, program), strict=True):
+        total.add(client, {"measured": Part(weight, measured)})
+    return Partial(total.total(), layers.no_norms(), layers.members.new_zeros(()), {}, [])
+
+
 class CohortSum:
     """Adds clients up as they finish."""
 
@@ -158,6 +166,13 @@ class CohortSum:
             self._reports.append(upload.report)
         if upload.params is not None:
             self._members.append(Member(weight, upload.params, upload.measured))
+
+    def take(self, clients: Sequence[int], weights: Sequence[float], result: Upload | Partial) -> None:
+        """A client's upload, or several clients' part of the sums."""
+        if isinstance(result, Partial):
+            self.merge(result)
+        else:
+            self.add(clients[0], weights[0], result)
 
     def merge(self, part: Partial) -> None:
         """Clients that are summed up already; only where nobody has to see them one by one."""

@@ -228,12 +228,14 @@ class FederatedData:
 
     def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
         """B_k without its labels, in the order in which it was drawn."""
-        return (self.dataset.inputs(x) for x in self.stored_sensitivity_batches(client, batch_size))
+        return (self.dataset.inputs(x) for x in self.stored_sensitivity_batches([client], batch_size)[0])
 
-    def stored_sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
-        held = self.on_device(self.split.sensitivity(client))
-        size = batch_size or max(len(held), 1)
-        return (rows(self.dataset.train_x, held[start : start + size]) for start in range(0, len(held), size))
+    def stored_sensitivity_batches(self, clients: Sequence[int], batch_size: int | None) -> list[list[Tensor]]:
+        """Of several clients, gathered together, with samples as they are stored."""
+        held = [self.split.sensitivity(client) for client in clients]
+        samples = rows(self.dataset.train_x, self.on_device(np.concatenate(held)))
+        apart = torch.split(samples, [len(own) for own in held])
+        return [list(torch.split(own, batch_size or len(own))) if len(own) else [] for own in apart]
 
     @cached_property
     def training_set(self) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedsim.trees import Packed
+from fedsim.trees import combined, rows
 from fedsim.types import Tree
 
 
@@ -37,11 +37,7 @@ class Layers:
 
     def norms(self, tree: Tree) -> Tensor:
         """L2 norms: [L + P], each layer's, then each part's; the last is the whole model's."""
-        if isinstance(tree, Packed):
-            squared = Packed(tree.form, [t * t for t in tree.pieces]).rows()
-        else:
-            tensors = [tree[name] for name in self.names]
-            squared = dict(zip(self.names, torch._foreach_mul(tensors, tensors), strict=True))
+        squared = rows(combined(torch._foreach_mul, tree, tree))
         squares = torch.stack([squared[name].sum() for name in self.names])
         return torch.cat([squares, (self.members * squares).sum(1)]).sqrt()
 

@@ -1,6 +1,6 @@
 """One client's round: the loop over local batches, as every engine but the stacked one runs it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -38,8 +38,9 @@ class LocalResult:
 def train(work: Work, client: int, program: Program | None = None, data: ClientData | None = None) -> LocalResult:
     """Probe the broadcast model, then train it on the client's own data; with a compiled `program`, if one is given."""
     measured = None
-    if work.probe is not None and program is not None:
-        measured = measure_compiled(work, client, program)
+    if program is not None:
+        if work.probe is not None and not work.measures_together:
+            (measured,) = measured_by(work, [client], program)
     elif work.probe is not None:
         batches = work.data.sensitivity_batches(client, work.probe.batch_size or work.client.batch_size)
         measured = measure(work.probe, work.task, work.model, batches)
@@ -59,21 +60,19 @@ def measure(probe: Probe, task: Task, model: Model, batches: Iterable[Tensor]) -
     return found if probe.end is None else probe.end(found, max(count, 1))
 
 
-def measure_compiled(work: Work, client: int, program: Program) -> Tree:
-    """The same, with batches filled up to one of few widths; where samples of a batch see each other (batch norm by the
-    batch's own statistics), one of another width goes uncompiled."""
+def measured_by(work: Work, clients: Sequence[int], program: Program) -> Iterator[Tree]:
+    """The same of one client after another by a program, with batches filled up to one of few widths; where samples of
+    a batch see each other (batch norm by the batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
-    model, count = program.start(work).fixed.model, 0
-    found: Tree = {}  # zeros, which the program makes itself
-    mixes = work.probe.mixes and work.task.mixes
-    for x in work.data.stored_sensitivity_batches(client, program.probe_size):
-        width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
-        there = torch.arange(width, device=x.device) < len(x)
-        x = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
-        found = program.measured(found, model, {"batches": [(x,)], "there": there})
-        count += 1
-    found = found or {n: torch.zeros_like(p) for n, p in model.params.items()}
-    return found if work.probe.end is None else work.probe.end(found, max(count, 1))
+    model, mixes = program.start(work).fixed.model, work.probe.mixes and work.task.mixes
+    for batches in work.data.stored_sensitivity_batches(clients, program.probe_size):
+        found: Tree = {}  # zeros, which the program makes itself
+        for x in batches:
+            width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
+            filled = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
+            found = program.measured(found, model, {"batches": [(filled,)], "there": program.there(len(x), width)})
+        found = found or {n: torch.zeros_like(p) for n, p in model.params.items()}
+        yield found if work.probe.end is None else work.probe.end(found, max(len(batches), 1))
 
 
 def personal(work: Work, client: int) -> Model:

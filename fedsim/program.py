@@ -220,6 +220,7 @@ class Program:
         data, batch_size = work.data, work.client.batch_size
         self._packs = compile and not stacked
         self._start: tuple[Work, Start] | None = None
+        self._there: dict[tuple[int, int], Tensor] = {}
         layers = work.task.layers
 
         def upload(server: Tree, params: Tree) -> tuple[Tree, Tensor]:
@@ -279,6 +280,12 @@ class Program:
         """(theta - theta_k, its norms by layer and part)."""
         found: tuple[Tree, Tensor] = self._upload(self.start(work).server, self.laid_out(params))
         return found
+
+    def there(self, samples: int, width: int) -> Tensor:
+        """Which rows of so many are samples."""
+        if (samples, width) not in self._there:
+            self._there[samples, width] = torch.arange(width, device=self._some.device) < samples
+        return self._there[samples, width]
 
     def size(self, samples: int) -> Tensor:
         """Of a single client's batch, as a step is given it."""

@@ -79,6 +79,19 @@ class Packed(Mapping[str, Tensor]):
         return len(self.form.lots)
 
 
+def rows(tree: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A model layer by layer, where the form of a layer's tensor does not matter."""
+    return tree.rows() if isinstance(tree, Packed) else tree
+
+
+def spread(values: Tensor, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A number for each layer, to be combined with all of the layer's."""
+    if not isinstance(like, Packed) or len(like.pieces) > 1:
+        return dict(zip(like, values.unbind(), strict=True))
+    counts = torch.tensor(like.form.counts[0], device=values.device)
+    return Packed(like.form, [torch.repeat_interleave(values, counts, output_size=len(like.pieces[0]))])
+
+
 def packed(tree: Mapping[str, Tensor]) -> Packed:
     return tree if isinstance(tree, Packed) else Packed.of(tree)
 

@@ -296,6 +296,13 @@ class Work:
     whole: bool = False
     """Whether the server's half of the round is a program that may begin with the clients' (`Deferred`)."""
 
+    @property
+    def measures_together(self) -> bool:
+        """Whether a program measures for several clients at a time, and gives their sum: nobody has to see them one by
+        one."""
+        apart = self.individual or (self.privacy is not None and self.privacy.active)
+        return self.probe is not None and not apart
+
 
 class Engine(Protocol):
     """Trains the cohort and reduces it. Neither algorithms nor aggregators can see which engine runs them."""

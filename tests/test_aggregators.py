@@ -35,7 +35,9 @@ def cohort_of(
     zero = {n: torch.zeros_like(t) for n, t in updates[0].items()}
     model = Model(zero, {n: torch.zeros_like(b) for n, b in (buffers or [{}])[0].items()})
     task = SimpleNamespace(layers=layers_of(zero))
-    work: Any = SimpleNamespace(server=model, task=task, privacy=None, individual=False, lengths=False, staleness=0)
+    work: Any = SimpleNamespace(
+        server=model, task=task, privacy=None, individual=False, lengths=False, staleness=0, whole=False
+    )
     total = CohortSum(work, len(updates))
     for k, (d, w) in enumerate(zip(updates, weights, strict=True)):
         own = buffers[k] if buffers else {}

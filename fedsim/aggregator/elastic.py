@@ -20,7 +20,7 @@ from fedsim import check
 from fedsim.aggregator.fedavg import FedAvg
 from fedsim.cohort import Cohort
 from fedsim.task import Mode, Task
-from fedsim.trees import length
+from fedsim.trees import combined, leaves, length, mapped, rows, spread
 from fedsim.types import Direction, Model, Probe, State, Tree
 
 
@@ -68,17 +68,17 @@ class Elastic(FedAvg):
 
     def scaled(self, delta: Tree, zeta: Tree) -> Direction:
         """zeta * delta, how much of it is boosted, and how much longer it is than delta."""
-        sizes = [z.numel() for z in zeta.values()]
-        boosted = [(z > 1).sum() for z in zeta.values()]
-        shares = torch.stack([b / n for b, n in zip(boosted, sizes, strict=True)])
-        direction = {n: z * delta[n] for n, z in zeta.items()}
-        before, after = length({n: delta[n] for n in zeta}), length(direction)
+        sizes = [z.numel() for z in rows(zeta).values()]
+        boosted = torch.stack([b.sum() for b in rows(mapped(lambda z: z > 1, zeta)).values()])
+        shares = boosted / boosted.new_tensor(sizes)
+        direction = combined(torch._foreach_mul, zeta, delta)
+        before, after = length(delta), length(direction)
         return Direction(
             direction,
             metrics={
-                "elastic/boosted_fraction": torch.stack(boosted).sum() / sum(sizes),
+                "elastic/boosted_fraction": boosted.sum() / sum(sizes),
                 "elastic/boosted_by_layer": shares.mean(),
-                "elastic/mean_zeta": torch.stack([z.sum() for z in zeta.values()]).sum() / sum(sizes),
+                "elastic/mean_zeta": torch.stack([z.sum() for z in leaves(zeta)]).sum() / sum(sizes),
                 "elastic/step": torch.where(before > 0, after / before, torch.ones_like(before)),
             },
             layers={"boosted_fraction": shares},
@@ -86,13 +86,10 @@ class Elastic(FedAvg):
 
     def zeta(self, omega: Tree) -> Tree:
         """Eq. 7, layer by layer. A layer with no sensitive parameter at all (maximum 0) has ratio 0: zeta = 1 + tau."""
-        omega = {n: o.clamp_min(0) for n, o in omega.items()}  # it is never negative but by privacy's noise
-        largest: dict[str, Tensor] = {}
-        for name, o in omega.items():
-            layer = self._layer_of(name)
-            largest[layer] = torch.maximum(largest[layer], o.max()) if layer in largest else o.max()
-        tiny = torch.finfo(torch.float32).tiny
-        return {n: 1 + self.tau - o / largest[self._layer_of(n)].clamp_min(tiny) for n, o in omega.items()}
-
-    def _layer_of(self, name: str) -> str:
-        return name if self.layer == "tensor" else name.rpartition(".")[0]
+        omega = mapped(lambda o: o.clamp_min(0), omega)  # it is never negative but by privacy's noise
+        largest = torch.stack([o.max() for o in rows(omega).values()])
+        if self.layer == "module":
+            module = [name.rpartition(".")[0] for name in omega]
+            largest = torch.stack([largest[[other == own for other in module]].max() for own in module])
+        maximum = spread(largest.clamp_min(torch.finfo(torch.float32).tiny), omega)
+        return combined(lambda o, m: [1 + self.tau - x / y for x, y in zip(o, m, strict=True)], omega, maximum)

@@ -45,6 +45,12 @@ class Job:
     """Part of the data, from, to."""
     at_once: int = 0
     """So many of them, where not all."""
+    measure: bool = False
+    """What the aggregator has the clients measure, and nothing else."""
+
+    def length(self, work: Work) -> int:
+        """Samples of its clients."""
+        return int((work.data.split.held if self.measure else work.data.sizes)[list(self.clients)].sum())
 
 
 @dataclass(eq=False)
@@ -82,8 +88,7 @@ class Pool:
         changing = {f.name: getattr(work, f.name) for f in fields(work) if f.name not in STATIC}
         states = changing.pop("states")
         waiting, done = list(range(len(jobs))), dict[int, Any]()
-        sizes = work.data.sizes
-        length = [sum(sizes[k] for k in job.clients) for job in jobs]
+        length = [job.length(work) for job in jobs]
         given = {worker.end: (worker, deque[int]()) for worker in self._workers}
         model = self._model.pack(changing)
         for worker in self._workers:

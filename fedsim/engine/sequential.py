@@ -9,7 +9,7 @@ from fedsim import check, evaluation
 from fedsim.cohort import Cohort, CohortSum, Deferred
 from fedsim.engine.allocator import keep_freed_memory
 from fedsim.engine.beside import Beside, Pending
-from fedsim.engine.process import OneClient
+from fedsim.engine.process import OneClient, jobs_of
 from fedsim.evaluation import Judge
 from fedsim.task import Evaluation
 from fedsim.types import Work
@@ -38,8 +38,8 @@ class Sequential:
         if self.beside and not self._beside:  # in the first round, before there are threads that no fork survives
             self._beside.append(Beside(work, self._do[0].judge))
         total = CohortSum(work, len(clients))
-        for place, (client, weight) in enumerate(zip(clients, weights, strict=True)):
-            total.add(client, weight, self._do[0].trained(work, client, clients[place + 1 :]))
+        for place, job in enumerate(jobs_of(work, clients, weights, self.compile is True), start=1):
+            total.take(job.clients, job.weights, self._do[0].done(work, job, coming=clients[place:]))
         return total.result()
 
     def evaluate(self, work: Work, part: str, batch_size: int) -> Evaluation | Pending:

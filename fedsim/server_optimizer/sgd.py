@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fedsim import check
+from fedsim.trees import combined
 from fedsim.types import State, Tree
 
 
@@ -17,4 +18,4 @@ class Sgd:
         return {}
 
     def step(self, params: Tree, grads: Tree, state: State, lr: float) -> tuple[Tree, State]:
-        return {n: p - lr * grads[n] for n, p in params.items()}, state
+        return combined(lambda p, d: [x - lr * y for x, y in zip(p, d, strict=True)], params, grads), state
