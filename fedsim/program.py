@@ -126,7 +126,9 @@ class Compiled:
         # Stand-ins with an environment of shapes, though all of them are fixed: only then torch keeps what it makes of
         # a graph on disk, and the next run of the same model, or cell of a table, begins in a third of the time.
         standing = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        return _inductor.compile(graph, [standing.from_tensor(t, static_shapes=True) for t in apart]), form[0]
+        examples: list[Any] = [standing.from_tensor(t, static_shapes=True) for t in apart]
+        # Nobody has to look at every tensor's size in every call, for 3 % of a small batch's step: they are `kind`.
+        return _inductor.compile(graph, examples, options={"size_asserts": False}), form[0]
 
 
 @cache

@@ -1,7 +1,7 @@
 """Nested dicts, tuples and lists of tensors. torch's own pytree asks at every node what kinds there are; ours are few,
 and small models go through here many times in a millisecond."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -84,12 +84,12 @@ def rows(tree: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tree.rows() if isinstance(tree, Packed) else tree
 
 
-def spread(values: Tensor, like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def spread(values: Sequence[Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A number for each layer, to be combined with all of the layer's."""
     if not isinstance(like, Packed) or len(like.pieces) > 1:
-        return dict(zip(like, values.unbind(), strict=True))
-    counts = torch.tensor(like.form.counts[0], device=values.device)
-    return Packed(like.form, [torch.repeat_interleave(values, counts, output_size=len(like.pieces[0]))])
+        return dict(zip(like, values, strict=True))
+    numbers, counts = torch.stack(list(values)), torch.tensor(like.form.counts[0], device=values[0].device)
+    return Packed(like.form, [torch.repeat_interleave(numbers, counts, output_size=len(like.pieces[0]))])
 
 
 def packed(tree: Mapping[str, Tensor]) -> Packed:

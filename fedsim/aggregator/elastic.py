@@ -87,9 +87,16 @@ class Elastic(FedAvg):
     def zeta(self, omega: Tree) -> Tree:
         """Eq. 7, layer by layer. A layer with no sensitive parameter at all (maximum 0) has ratio 0: zeta = 1 + tau."""
         omega = mapped(lambda o: o.clamp_min(0), omega)  # it is never negative but by privacy's noise
-        largest = torch.stack([o.max() for o in rows(omega).values()])
-        if self.layer == "module":
-            module = [name.rpartition(".")[0] for name in omega]
-            largest = torch.stack([largest[[other == own for other in module]].max() for own in module])
-        maximum = spread(largest.clamp_min(torch.finfo(torch.float32).tiny), omega)
-        return combined(lambda o, m: [1 + self.tau - x / y for x, y in zip(o, m, strict=True)], omega, maximum)
+        largest: dict[str, Tensor] = {}
+        for name, o in rows(omega).items():
+            layer = self._layer_of(name)
+            largest[layer] = torch.maximum(largest[layer], o.max()) if layer in largest else o.max()
+        maximum, tiny = spread([largest[self._layer_of(n)] for n in omega], omega), torch.finfo(torch.float32).tiny
+
+        def zeta(omega: list[Tensor], maximum: list[Tensor]) -> list[Tensor]:
+            return [1 + self.tau - o / m.clamp_min(tiny) for o, m in zip(omega, maximum, strict=True)]
+
+        return combined(zeta, omega, maximum)
+
+    def _layer_of(self, name: str) -> str:
+        return name if self.layer == "tensor" else name.rpartition(".")[0]

@@ -4,6 +4,7 @@ sum, at about 2e-6 of its size. oneDNN, with which torch convolves on a CPU, has
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,16 +32,18 @@ def pays(x: Tensor, weight: Tensor, padding: Sequence[int]) -> bool:
 
 def convolution(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Tensor:
     """Of images [N, C, H, W] with filters [K, C, R, R], channels last."""
-    y = outputs(x, weight, padding)
-    _library(weight).convolution(x.data_ptr(), weight.data_ptr(), y.data_ptr(), _sizes(x, weight, padding))
+    plan = _plan(x.shape, weight.shape, *padding, x.dtype)
+    y = torch.empty_strided(plan.shape, plan.strides, dtype=x.dtype)
+    plan.library.convolution(x.data_ptr(), weight.data_ptr(), y.data_ptr(), plan.sizes)
     return y
 
 
 def gradients(grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(of the images, of the filters)."""
     of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
-    pointers = [t.data_ptr() for t in (grad, x, weight, of_x, of_weight)]
-    _library(weight).gradients(*pointers, _sizes(x, weight, padding))
+    plan = _plan(x.shape, weight.shape, *padding, x.dtype)
+    pointers = grad.data_ptr(), x.data_ptr(), weight.data_ptr(), of_x.data_ptr(), of_weight.data_ptr()
+    plan.library.gradients(*pointers, plan.sizes)
     return of_x, of_weight
 
 
@@ -57,13 +60,21 @@ class Sizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("n", "h", "w", "c", "k", "top", "left"))
 
 
-def _sizes(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Sizes:
-    n, c, h, w = x.shape
-    return Sizes(n, h, w, c, len(weight), *padding)
+@dataclass(frozen=True)
+class Plan:
+    """All that is the same for convolutions of the same sizes."""
+
+    library: Any
+    sizes: Sizes
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
-def _library(weight: Tensor) -> Any:
-    return _typed(weight.shape[2], weight.dtype)
+@cache
+def _plan(x: torch.Size, weight: torch.Size, top: int, left: int, dtype: torch.dtype) -> Plan:
+    (n, c, h, w), (k, *_) = x, weight
+    y = outputs(torch.empty(x, device="meta"), torch.empty(weight, device="meta"), (top, left))
+    return Plan(_typed(weight[2], dtype), Sizes(n, h, w, c, k, top, left), y.shape, y.stride())
 
 
 @cache
