@@ -49,6 +49,17 @@ def test_any_sizes(n: int, time: int, inputs: int, hidden: int, seed: int) -> No
         assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("hidden", [100, 32])
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_threads_change_no_bit(threads: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, of_h = drawn(10, 20, 8, hidden)
+    alone = ours(layer, x.float(), of_h.float())
+    monkeypatch.setattr(native.party, "members", threads)
+    monkeypatch.setattr(native.party, "busy", torch.tensor(1))
+    for _ in range(20):
+        assert all(map(torch.equal, ours(layer, x.float(), of_h.float()), alone))
+
+
 def test_more_gates_than_go_together_and_float32_keeps_its_digits() -> None:
     layer, x, of_h = drawn(10, 20, 8, 100)
     exact = plain(layer, x, of_h)

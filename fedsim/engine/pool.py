@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from fedsim import check
+from fedsim import check, native
 from fedsim.engine.parcel import Inbox, Outbox, Parcel
 from fedsim.types import Work, nobody_knows
 
@@ -71,12 +71,15 @@ class Pool:
         context: Any = torch.multiprocessing.get_context("spawn" if on_cuda else "fork")
         work = replace(work, foreseen=nobody_knows)  # it holds the whole experiment, which no worker needs
         self._workers: list[Worker] = []
+        self._busy = torch.zeros((), dtype=torch.int32).share_memory_()  # type: ignore[no-untyped-call]
         self._model = Outbox()  # one for all: everyone is sent every round's
         for _ in range(workers):
             near, far = context.Pipe()
             # A fork has the others' ends too, and would keep them open.
             others = [] if on_cuda else [*(worker.end for worker in self._workers), near]
-            process = context.Process(target=serve, args=(far, others, threads, work, do), daemon=True)
+            process = context.Process(
+                target=serve, args=(far, others, threads, self._busy, workers, work, do), daemon=True
+            )
             process.start()
             far.close()
             self._workers.append(Worker(process, near))
@@ -94,6 +97,10 @@ class Pool:
         for worker in self._workers:
             self._send(worker, model)
 
+        def note() -> None:
+            """For those who still have something to do."""
+            self._busy.fill_(sum(bool(own) for _, own in given.values()))
+
         def hand_out() -> None:
             """A job to everyone who has none and, where it will not be waited for, one more that lies ready."""
             for least in (0, 1):
@@ -107,6 +114,7 @@ class Pool:
                         continue  # another worker may be free before this one is
                     waiting.remove(number)
                     own.append(number)
+                    note()
                     kept = {k: states[k] for k in jobs[number].clients if k in states}
                     self._send(worker, (jobs[number], worker.states.pack(kept) if kept else None))
 
@@ -120,6 +128,7 @@ class Pool:
                         # is not written to before a job is handed out after it.
                         done[own[0]] = self._result(worker, copy=not lend or own[0] != place)
                         own.popleft()
+                        note()
                         if place not in done:
                             hand_out()
                 yield done.pop(place)
@@ -153,7 +162,13 @@ def obituary(worker: Worker) -> str:
 
 
 def serve(
-    own: Connection, others: Sequence[Connection], threads: int, work: Work, do: Callable[[Work, Job], Any]
+    own: Connection,
+    others: Sequence[Connection],
+    threads: int,
+    busy: torch.Tensor,
+    workers: int,
+    work: Work,
+    do: Callable[[Work, Job], Any],
 ) -> None:
     """A worker's life: a round's work, then jobs, until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
@@ -161,6 +176,7 @@ def serve(
     for end in others:
         end.close()
     torch.set_num_threads(threads)
+    native.party.members, native.party.busy = workers, busy
     models, kept, results = Inbox(), Inbox(), Outbox()
     with suppress(EOFError, KeyboardInterrupt, BrokenPipeError, ConnectionResetError):
         while True:

@@ -1,8 +1,9 @@
-"""Kernels for a single thread of a CPU that torch lacks, in C++: compiled as torch compiles its own programs, and kept
+"""Kernels for a CPU that torch lacks, in C++: compiled as torch compiles its own programs, and kept
 where it keeps them, the first time they are asked for."""
 
 import ctypes
 import platform
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,24 @@ NUMBERS = {torch.float32: "float", torch.float64: "double"}
 def serves(t: Tensor) -> bool:
     """Whether there may be a kernel for it here."""
     return X86 and t.device.type == "cpu" and t.dtype in NUMBERS
+
+
+@dataclass
+class Party:
+    """Processes with a processor each, of which some have work: a kernel that gives the same whatever its threads are
+    takes those of the others, too."""
+
+    members: int = 1
+    busy: Tensor | None = None
+    """How many have; in memory that they share."""
+
+    def processors(self) -> int:
+        """That each of the busy may have."""
+        return 1 if self.busy is None else max(self.members // max(int(self.busy), 1), 1)
+
+
+party = Party()
+"""This process's; alone, unless it is told."""
 
 
 @cache

@@ -1,4 +1,4 @@
-// A layer of long short-term memory, one thread:
+// A layer of long short-term memory:
 //
 //     i, f, g, o = W x_t + R h_{t-1} + b          (i, f, o through the sigmoid, g through tanh)
 //     c_t = f c_{t-1} + i g ,  h_t = o tanh(c_t)
@@ -7,8 +7,12 @@
 // each is laid out once in the order in which it is gone through.
 //
 // Tensors have the batch first, [n][time][...]; `gates` has room between its rows.
+//
+// Threads, where there are several, have some of the rows each and, of the weights' gradients, some of the gates: a
+// number is the same whoever computes it.
 
 #include <cstring>
+#include <thread>
 
 // e^x - 1 without loss near 0, as 2^n (e^r - 1) + (2^n - 1) with x = n log 2 + r. V is a vector of T.
 template <class T> struct Bits;
@@ -58,7 +62,7 @@ template <class T> T* room(std::vector<T>& kept, int64_t numbers) {
 // b of a product, two vectors of columns beside each other, and one row below the other as they are read.
 // `fill(k, first, count, to)` gives some numbers of row k.
 template <class T> struct Packed {
-    static constexpr int64_t size = Vector<T>::size;
+    static constexpr int64_t size = Vector<T>::size, CACHED = (1 << 18) / sizeof(T);
     int64_t depth, columns;
     const T* memory;
     template <class Fill>
@@ -72,6 +76,10 @@ template <class T> struct Packed {
     }
     // c = a b, where c has room for whole vectors.
     template <bool ACROSS = false> void times(int64_t rows, const T* a, int64_t lda, T* c, int64_t ldc) const {
+        if constexpr (!ACROSS) {  // as many rows as the cache holds beside two vectors of columns
+            const int64_t some = std::max(CACHED / (depth * ROWS), int64_t(1)) * ROWS;
+            for (; rows > some; rows -= some, a += some * lda, c += some * ldc) times(some, a, lda, c, ldc);
+        }
         const T* b = memory;
         for (int64_t left = columns; left > 0; left -= 2 * size, b += 2 * size * depth, c += 2 * size)
             if (left > size) blocks<T, 2, ACROSS>(rows, a, lda, b, 2 * size, c, ldc, depth, false);
@@ -106,14 +114,25 @@ template <class T> auto columns_of(const T* m, int64_t columns) {
     };
 }
 
+// work(first, last) of [0, count), shared out to threads in multiples of `least`.
+template <class Work> void share(int64_t threads, int64_t count, int64_t least, Work work) {
+    const int64_t pieces = (count + least - 1) / least, members = std::max(std::min(threads, pieces), int64_t(1));
+    auto border = [=](int64_t j) { return std::min(j * pieces / members * least, count); };
+    std::vector<std::thread> others;
+    for (int64_t j = 1; j < members; j++) others.emplace_back(work, border(j), border(j + 1));
+    work(border(0), border(1));
+    for (auto& other : others) other.join();
+}
+
 template <class T> struct Lstm {
     typedef typename Vector<T>::type V;
     static constexpr int64_t size = Vector<T>::size, GROUP = 8 * ROWS;
     int64_t n, time, inputs, hidden, width;  // of a row of `gates`
+    int64_t threads;                         // at most
 
-    // cell(row, first, count) of all rows, for as many of their columns as a vector holds.
-    template <class Cell> void each(Cell cell) const {
-        for (int64_t i = 0; i < n; i++)
+    // cell(row, first, count) of some rows, for as many of their columns as a vector holds.
+    template <class Cell> void each(int64_t begin, int64_t end, Cell cell) const {
+        for (int64_t i = begin; i < end; i++)
             for (int64_t q = 0; q < hidden; q += size) cell(i, q, std::min(size, hidden - q));
     }
     static V load(const T* from, int64_t count) {
@@ -130,57 +149,63 @@ template <class T> struct Lstm {
     void forward(const T* x, const T* w, const T* r, const T* bias, T* h, T* c, T* gates) const {
         static thread_local std::vector<T> for_w, for_r, for_before, for_sums;
         const Packed<T> input(for_w, inputs, 4 * hidden, columns_of(w, inputs));
-        input.times(n * time, x, inputs, gates, width);
         const Packed<T> recurrent(for_r, hidden, 4 * hidden, columns_of(r, hidden));
         const Rows<T> before(for_before, n, hidden), sums(for_sums, n, 4 * hidden);
         std::fill_n(sums[0], n * sums.width, 0);
-        for (int64_t t = 0; t < time; t++) {
-            if (t) recurrent.times(n, before[0], before.width, sums[0], sums.width);
-            each([&](int64_t i, int64_t q, int64_t count) {
-                const int64_t at = (i * time + t) * hidden + q;
-                T* gate = gates + (i * time + t) * width + q;
-                V z[4];
-                for (int64_t k = 0; k < 4; k++) {
-                    const int64_t column = k * hidden + q;
-                    z[k] = load(gate + k * hidden, count) + *(V*)(sums[i] + column) + load(bias + column, count);
-                    z[k] = k == 2 ? tanh_of<T, V>(z[k]) : sigmoid<T, V>(z[k]);
-                    store(gate + k * hidden, z[k], count);
-                }
-                const V old = t ? load(c + at - hidden, count) : V{}, now = z[1] * old + z[0] * z[2];
-                const V out = z[3] * tanh_of<T, V>(now);
-                store(c + at, now, count);
-                store(h + at, out, count);
-                store(before[i] + q, out, count);
-            });
-        }
+        share(threads, n, 1, [&](int64_t first, int64_t last) {
+            const int64_t begin = first * time, count = last - first;
+            input.times(count * time, x + begin * inputs, inputs, gates + begin * width, width);
+            for (int64_t t = 0; t < time; t++) {
+                if (t) recurrent.times(count, before[first], before.width, sums[first], sums.width);
+                each(first, last, [&](int64_t i, int64_t q, int64_t count) {
+                    const int64_t at = (i * time + t) * hidden + q;
+                    T* gate = gates + (i * time + t) * width + q;
+                    V z[4];
+                    for (int64_t k = 0; k < 4; k++) {
+                        const int64_t column = k * hidden + q;
+                        z[k] = load(gate + k * hidden, count) + *(V*)(sums[i] + column) + load(bias + column, count);
+                        z[k] = k == 2 ? tanh_of<T, V>(z[k]) : sigmoid<T, V>(z[k]);
+                        store(gate + k * hidden, z[k], count);
+                    }
+                    const V old = t ? load(c + at - hidden, count) : V{}, now = z[1] * old + z[0] * z[2];
+                    const V out = z[3] * tanh_of<T, V>(now);
+                    store(c + at, now, count);
+                    store(h + at, out, count);
+                    store(before[i] + q, out, count);
+                });
+            }
+        });
     }
 
     void backward(const T* of_h, const T* x, const T* h, const T* c, const T* gates, const T* w, const T* r, T* of_x,
                   T* of_w, T* of_r, T* of_bias) const {
-        static thread_local std::vector<T> for_r, for_next, for_c, for_gates, for_w, for_x, for_h, for_group;
+        static thread_local std::vector<T> for_r, for_next, for_c, for_gates, for_w, for_x, for_h;
         const Packed<T> recurrent(for_r, 4 * hidden, hidden, rows_of(r, hidden));
+        const Packed<T> input(for_w, 4 * hidden, inputs, rows_of(w, inputs));
         const Rows<T> of_next(for_next, n, hidden), of_c(for_c, n, hidden);
         const Rows<T> of_gates(for_gates, n * time, 4 * hidden);
         for (auto& rows : {of_next, of_c}) std::fill_n(rows[0], n * rows.width, 0);
-        for (int64_t t = time - 1; t >= 0; t--) {
-            each([&](int64_t i, int64_t q, int64_t count) {
-                const int64_t row = i * time + t, at = row * hidden + q;
-                V gate[4], of[4];
-                for (int64_t k = 0; k < 4; k++) gate[k] = load(gates + row * width + k * hidden + q, count);
-                const V old = t ? load(c + at - hidden, count) : V{}, out = tanh_of<T, V>(load(c + at, count));
-                const V up = load(of_h + at, count) + *(V*)(of_next[i] + q);
-                const V back = *(V*)(of_c[i] + q) + up * gate[3] * (1 - out * out);
-                of[0] = back * gate[2] * gate[0] * (1 - gate[0]);
-                of[1] = back * old * gate[1] * (1 - gate[1]);
-                of[2] = back * gate[0] * (1 - gate[2] * gate[2]);
-                of[3] = up * out * gate[3] * (1 - gate[3]);
-                *(V*)(of_c[i] + q) = back * gate[1];
-                for (int64_t k = 0; k < 4; k++) store(of_gates[row] + k * hidden + q, of[k], count);
-            });
-            if (t) recurrent.times(n, of_gates[t], time * of_gates.width, of_next[0], of_next.width);
-        }
-        const Packed<T> input(for_w, 4 * hidden, inputs, rows_of(w, inputs));
-        input.template exactly<false>(n * time, of_gates[0], of_gates.width, of_x, inputs);
+        share(threads, n, 1, [&](int64_t first, int64_t last) {
+            const int64_t begin = first * time, wide = of_gates.width;
+            for (int64_t t = time - 1; t >= 0; t--) {
+                each(first, last, [&](int64_t i, int64_t q, int64_t count) {
+                    const int64_t row = i * time + t, at = row * hidden + q;
+                    V gate[4], of[4];
+                    for (int64_t k = 0; k < 4; k++) gate[k] = load(gates + row * width + k * hidden + q, count);
+                    const V old = t ? load(c + at - hidden, count) : V{}, out = tanh_of<T, V>(load(c + at, count));
+                    const V up = load(of_h + at, count) + *(V*)(of_next[i] + q);
+                    const V back = *(V*)(of_c[i] + q) + up * gate[3] * (1 - out * out);
+                    of[0] = back * gate[2] * gate[0] * (1 - gate[0]);
+                    of[1] = back * old * gate[1] * (1 - gate[1]);
+                    of[2] = back * gate[0] * (1 - gate[2] * gate[2]);
+                    of[3] = up * out * gate[3] * (1 - gate[3]);
+                    *(V*)(of_c[i] + q) = back * gate[1];
+                    for (int64_t k = 0; k < 4; k++) store(of_gates[row] + k * hidden + q, of[k], count);
+                });
+                if (t) recurrent.times(last - first, of_gates[begin + t], time * wide, of_next[first], of_next.width);
+            }
+            input.template exactly<false>((last - first) * time, of_gates[begin], wide, of_x + begin * inputs, inputs);
+        });
 
         // Of the weights: products over all moments of all rows, some gates at a time.
         const Packed<T> by_x(for_x, n * time, inputs, rows_of(x, inputs));
@@ -188,17 +213,20 @@ template <class T> struct Lstm {
             if (k % time) std::copy_n(h + (k - 1) * hidden + first, count, to);
             else std::fill_n(to, count, 0);
         });
-        for (int64_t first = 0; first < 4 * hidden; first += GROUP) {
-            const int64_t gates = std::min(GROUP, 4 * hidden - first);
-            T *group = room(for_group, GROUP * n * time), sum[GROUP] = {};
-            for (int64_t k = 0; k < n * time; k++, group += GROUP) {
-                std::copy_n(of_gates[k] + first, gates, group);
-                for (int64_t i = 0; i < gates; i++) sum[i] += group[i];
+        share(threads, 4 * hidden, GROUP, [&](int64_t begin, int64_t end) {
+            static thread_local std::vector<T> for_group;
+            for (int64_t first = begin; first < end; first += GROUP) {
+                const int64_t gates = std::min(GROUP, end - first);
+                T *group = room(for_group, GROUP * n * time), sum[GROUP] = {};
+                for (int64_t k = 0; k < n * time; k++, group += GROUP) {
+                    std::copy_n(of_gates[k] + first, gates, group);
+                    for (int64_t i = 0; i < gates; i++) sum[i] += group[i];
+                }
+                std::copy_n(sum, gates, of_bias + first);
+                by_x.template exactly<true>(gates, for_group.data(), GROUP, of_w + first * inputs, inputs);
+                by_h.template exactly<true>(gates, for_group.data(), GROUP, of_r + first * hidden, hidden);
             }
-            std::copy_n(sum, gates, of_bias + first);
-            by_x.template exactly<true>(gates, for_group.data(), GROUP, of_w + first * inputs, inputs);
-            by_h.template exactly<true>(gates, for_group.data(), GROUP, of_r + first * hidden, hidden);
-        }
+        });
     }
 };
 

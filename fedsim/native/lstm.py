@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.native import NUMBERS, library
+from fedsim.native import NUMBERS, library, party
 
 SPARE = 32
 """Numbers more in a row of gates than there are, at least: room for whole vectors, and one between rows."""
@@ -46,11 +46,11 @@ def like(
 class Sizes(ctypes.Structure):
     """`Lstm` of lstm.cpp."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("n", "time", "inputs", "hidden", "width"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("n", "time", "inputs", "hidden", "width", "threads"))
 
 
 def _sizes(x: Tensor, r: Tensor, gates: Tensor) -> Sizes:
-    return Sizes(*x.shape, r.shape[1], gates.shape[2])
+    return Sizes(*x.shape, r.shape[1], gates.shape[2], party.processors())
 
 
 def _call(name: str, sizes: Sizes, *tensors: Tensor) -> None:
