@@ -18,6 +18,7 @@ import torch
 
 from fedsim import check, checkpoint
 from fedsim.data import PAD, FederatedData
+from fedsim.engine.pool import WorkerDied
 from fedsim.folder import RunFolder, accuracies, round_times, time_to_accuracy, versions
 from fedsim.logger.base import Logger, RunInfo
 from fedsim.logger.console import Console
@@ -181,13 +182,21 @@ class Session:
             status = "finished" if self._complete() else "interrupted"
             if status == "interrupted":
                 with ignoring_signals():
-                    self.csv.rewind(self.state.round)
-                    checkpoint.save(self.checkpoint, self.state, self._elapsed())
+                    self._keep()
                     return self._finish(status) | {"signal": str(interrupt) or "SIGINT"}
+        except (WorkerDied, MemoryError, torch.OutOfMemoryError):  # of which the rounds before know nothing
+            with ignoring_signals():
+                self._keep()
+            raise
         finally:
             if status == "failed":
                 self._finish(status)
         return self._finish(status)
+
+    def _keep(self) -> None:
+        """The last whole round."""
+        self.csv.rewind(self.state.round)
+        checkpoint.save(self.checkpoint, self.state, self._elapsed())
 
     def _complete(self) -> bool:
         return self.state.round >= self.exp.rounds
