@@ -6,9 +6,9 @@
 
 A plain loop trains one client after another on tensors in memory, resets the model in place and uses no DataLoader:
 in this process with as many threads as cores, and in as many processes as cores with one thread each. Peers are those
-that are installed (`pip install "fedsim-lab[bench]"`), see peers.py. Every variant is a process of its own, and all
-take turns on the same rounds; numbers are medians of the repeats in rounds a second (a peer plays five rounds or more,
-once), and ratios to the better plain loop and to the best peer; machines are noisy, ratios less so. What is compiled or
+that are installed (`pip install "fedsim-lab[bench]"`), see peers.py. Every variant is a process of its own (a peer a
+new one in each repeat), and all take turns on the same rounds; numbers are medians of the repeats in rounds a second,
+and ratios to the better plain loop and to the best peer; machines are noisy, ratios less so. What is compiled or
 started before the first round is reported apart. Where a dataset's files are not at $FEDSIM_DATA, tensors of its shape
 stand in, and the table says so.
 """
@@ -192,11 +192,11 @@ class Plain:
         """Add up w_k theta_k of some clients."""
         parameters = list(self.module.parameters())
         for client in clients:
-            own = torch.from_numpy(self.exp.data.split.training(client))
+            own = torch.from_numpy(self.exp.data.split.training(client)).to(self.y.device)
             with torch.no_grad():
                 for t, sent in zip(self.tensors, self.sent, strict=True):
                     t.copy_(sent)
-            order = own[torch.randperm(len(own))]
+            order = own[torch.randperm(len(own), device=own.device)]
             for start in range(0, len(own), self.batch):
                 index = order[start : start + self.batch]
                 x = self.x[index]
@@ -239,11 +239,18 @@ class PlainProcesses(Plain):
             self.train(clients, self.totals[place], samples)
             end.send(True)
 
+    def shares(self, clients: list[int]) -> list[list[int]]:
+        """Of the processes: the longest first, to whoever has least."""
+        steps, shares = self.exp.steps, [list[int]() for _ in self.ends]
+        for client in sorted(clients, key=lambda k: -steps[k]):
+            min(shares, key=lambda own: sum(steps[k] for k in own)).append(client)
+        return shares
+
     def __call__(self, number: int) -> None:
         clients = self.cohort(number)
         samples = sum(len(self.exp.data.split.training(k)) for k in clients)
-        for place, end in enumerate(self.ends):
-            end.send((clients[place :: len(self.ends)], samples))
+        for own, end in zip(self.shares(clients), self.ends, strict=True):
+            end.send((own, samples))
         for end in self.ends:
             end.recv()
         for i, sent in enumerate(self.sent):
@@ -258,9 +265,14 @@ def stand_in(name: str) -> Any:
 
 
 CORES = os.cpu_count() or 1
-PLAIN = {f"plain, {CORES} threads": (Plain, CORES), f"plain, {CORES} processes": (PlainProcesses, CORES)}
-ENGINES = ("auto", "sequential")
-PEER_ROUNDS = {"W1": 40 * CYCLE, "W2": CYCLE, "W3": CYCLE, "W4": CYCLE, "W5": CYCLE, "W6": CYCLE}
+ON_CPU = build.device("auto").type == "cpu"
+PLAIN: dict[str, tuple[type[Plain], int]] = {f"plain, {CORES} threads": (Plain, CORES)}
+if ON_CPU:  # a GPU's context survives no fork
+    PLAIN[f"plain, {CORES} processes"] = PlainProcesses, CORES
+ENGINES = ("auto", "sequential", "vmap", "process")
+PEERS = ("pfl", "flower", "fluke")
+PEER_ROUNDS = {"W1": 40, "W2": 1, "W3": 1, "W4": 1, "W5": 1, "W6": CYCLE}
+"""In a repeat."""
 
 
 class Child:
@@ -312,8 +324,15 @@ def serve(workload: str, variant: str) -> None:
         while played % whole or played == 0 or time.perf_counter() - begun < float(line):
             one(played)
             played += 1
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        elif not ON_CPU:
+            torch.mps.synchronize()
         seconds = time.perf_counter() - begun
-        print(json.dumps({"rounds": played, "seconds": seconds, "peak_mb": peak_mb(os.getpid())}), flush=True)
+        memory = {"peak_mb": peak_mb(os.getpid())}
+        if torch.cuda.is_available():
+            memory["gpu_peak_mb"] = torch.cuda.max_memory_allocated() // 2**20
+        print(json.dumps({"rounds": played, "seconds": seconds, **memory}), flush=True)
 
 
 def peak_mb(root: int) -> int:
@@ -342,7 +361,8 @@ def peer(name: str, workload: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        return {"missing": f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"}
+        said = done.stderr.strip().splitlines()[-1:] or [""]
+        return {"missing": f"ended with {done.returncode}: {said[0]}"}
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
@@ -350,22 +370,24 @@ def peer(name: str, workload: str) -> dict[str, Any]:
 def measure(
     workload: str, repeats: int, seconds: float, engines: Sequence[str], peers: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Every variant's numbers: all take turns, the peers in the middle."""
+    """Every variant's numbers: all take turns."""
     children = {v: Child(workload, v) for v in (*(f"fedsim {e}" for e in engines), *PLAIN)}
-    found: dict[str, dict[str, Any]] = {}
-    for repeat in range(repeats):
+    found: dict[str, dict[str, Any]] = {name: {} for name in peers}
+    rates: dict[str, list[float]] = {name: [] for name in peers} | {name: c.rates for name, c in children.items()}
+    for _ in range(repeats):
         for child in children.values():
             child.play(seconds)
-        if repeat == repeats // 2:
-            found = {name: peer(name, workload) for name in peers}
+        for name in peers:
+            if "missing" not in found[name]:
+                found[name] = peer(name, workload)
+                times = found[name].pop("round_s", [])
+                rates[name] += [len(times) / sum(times)] if times else []
     for name, child in children.items():
         child.end()
-        found[name] = child.about | {"rounds_per_s": statistics.median(child.rates)}
-    for about in found.values():
-        if "round_s" in about:
-            times = about.pop("round_s")
-            cycles = [sum(times[i : i + CYCLE]) for i in range(0, len(times), CYCLE)]
-            about["rounds_per_s"] = CYCLE / statistics.median(cycles)
+        found[name] = child.about
+    for name, about in found.items():
+        if "missing" not in about:
+            about |= {"rounds_per_s": statistics.median(rates[name]), "rates": rates[name]}
     return found
 
 
@@ -617,8 +639,8 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="W", help=f"of {', '.join(WORKLOADS)}; all, if none is given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of each variant in each repeat")
-    parser.add_argument("--engines", nargs="+", default=ENGINES, help="of fedsim")
-    parser.add_argument("--peers", nargs="*", default=["pfl", "flower", "fluke"], help="to compare with, if installed")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES[:2], help="of fedsim")
+    parser.add_argument("--peers", nargs="*", metavar="PEER", default=PEERS, help=f"of {', '.join(PEERS)}")
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--growth", type=Path, metavar="FOLDER", help="draw time and memory against clients instead")
     parser.add_argument("--profile", action="store_true", help="say where a round's time goes instead")
@@ -629,6 +651,20 @@ def main() -> None:
     given = parser.parse_args()
     if unknown := set(given.workloads) - set(WORKLOADS):
         parser.error(f"{', '.join(sorted(unknown))}: must be of {', '.join(WORKLOADS)}")
+    if unknown := set(given.peers) - set(PEERS):
+        parser.error(f"--peers: {', '.join(sorted(unknown))}: must be of {', '.join(PEERS)}, or none")
+    if given.repeats < 1:
+        parser.error(f"--repeats: {given.repeats}: must be at least 1")
+    if given.seconds <= 0:
+        parser.error(f"--seconds: {given.seconds}: must be more than 0")
+    for path in filter(None, (given.json, given.growth and given.growth / "growth.json")):
+        try:  # now, not when all is measured
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            parser.error(f"{path}: cannot be written ({error.strerror})")
+    if not ON_CPU and (given.profile or given.overhead):
+        parser.error("--profile and --overhead look at what a CPU does")
     if given.serve:
         serve(given.workloads[0], given.serve)
     elif given.grown:
@@ -639,12 +675,22 @@ def main() -> None:
         tell(given)
 
 
+def machine() -> str:
+    """What is measured on."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{next(iter(names), platform.processor() or platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def tell(given: argparse.Namespace) -> None:
     """The tables, as text and JSON."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[str, Any] = {
         "date": str(date.today()),
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(),
         "cores": CORES,
         "torch": torch.__version__,
     }
@@ -671,7 +717,7 @@ def as_table(title: str, found: dict[str, dict[str, Any]]) -> Table:
     table = Table("variant", "rounds/s", "to plain", "to peer", "first round s", "peak MB", title=title + made_up)
     for variant, about in found.items():
         if variant not in rates:
-            table.add_row(variant, "", "", "", "", about["missing"])
+            table.add_row(f"{variant}: {about['missing']}", *[""] * 5)
             continue
         rate, how = rates[variant], about.get("engine")
         label = (

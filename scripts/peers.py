@@ -24,7 +24,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 import torch
-from benchmark import WORKLOADS, cohort, experiment, peak_mb, with_torch_dropout
+from benchmark import ON_CPU, WORKLOADS, cohort, experiment, peak_mb, with_torch_dropout
 from torch import Tensor, nn
 
 from fedsim.data import PAD
@@ -274,7 +274,11 @@ def main() -> None:
         for module in modules:
             import_module(module)
     except ImportError as error:
-        print(json.dumps({"peer": given.peer, "missing": " ".join(str(error).split())}))
+        why = f'{" ".join(str(error).split())} (pip install "fedsim-lab[bench]")'
+        print(json.dumps({"peer": given.peer, "missing": why}))
+        return
+    if not ON_CPU:
+        print(json.dumps({"peer": given.peer, "missing": "is configured for a CPU only, as yet"}))
         return
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if given.peer == "pfl" and not launched:
