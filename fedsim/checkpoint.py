@@ -43,7 +43,11 @@ def plain(node: Any) -> Any:
         return {key: plain(value) for key, value in node.items()}
     if isinstance(node, tuple | list):
         return type(node)(map(plain, node))
-    return node.contiguous() if isinstance(node, Tensor) else node
+    if not isinstance(node, Tensor):
+        return node
+    # Of a view torch would write all that it is a view of.
+    alone = node.is_contiguous() and node.untyped_storage().nbytes() == node.nbytes
+    return node if alone else node.clone(memory_format=torch.contiguous_format)
 
 
 def load(path: Path, device: torch.device) -> tuple[RunState, float]:

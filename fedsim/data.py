@@ -1,7 +1,7 @@
 """Data on the device: whole datasets as tensors, indexed there client by client. No DataLoader in the round."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -226,16 +226,16 @@ class FederatedData:
         table = np.bincount(owner * classes + labels, minlength=self.num_clients * classes)
         return table.reshape(self.num_clients, classes)
 
-    def sensitivity_batches(self, client: int, batch_size: int | None) -> Iterator[Tensor]:
-        """B_k without its labels, in the order in which it was drawn."""
-        return (self.dataset.inputs(x) for x in self.stored_sensitivity_batches([client], batch_size)[0])
-
-    def stored_sensitivity_batches(self, clients: Sequence[int], batch_size: int | None) -> list[list[Tensor]]:
-        """Of several clients, gathered together, with samples as they are stored."""
-        held = [self.split.sensitivity(client) for client in clients]
-        samples = rows(self.dataset.train_x, self.on_device(np.concatenate(held)))
-        apart = torch.split(samples, [len(own) for own in held])
-        return [list(torch.split(own, batch_size or len(own))) if len(own) else [] for own in apart]
+    def sensitivity_batches(self, clients: Sequence[int], batch_size: int | None) -> Iterator[Iterable[Tensor]]:
+        """B_k of each client without its labels, in the order in which it was drawn, with samples as they are stored;
+        gathered together, unless there are many."""
+        held = [self.on_device(self.split.sensitivity(client)) for client in clients]
+        table, sizes = self.dataset.train_x, [len(own) for own in held]
+        together = sum(sizes) * self.dataset.sample_bytes <= GATHERED
+        places = torch.split(rows(table, torch.cat(held)), sizes) if together else held
+        for own in places:
+            batches = torch.split(own, batch_size or len(own)) if len(own) else ()
+            yield batches if together else (rows(table, index) for index in batches)
 
     @cached_property
     def training_set(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,11 @@ class Layers:
     parts: Sequence[str]
     members: Tensor
     """[P, L], 1 where the layer belongs to the part."""
+
+    @cached_property
+    def filters(self) -> frozenset[str]:
+        """Names of convolutions' parameters."""
+        return frozenset(name for name, kind in zip(self.names, self.kinds, strict=True) if kind == "conv")
 
     @staticmethod
     def of(module: nn.Module) -> "Layers":

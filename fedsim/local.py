@@ -42,8 +42,8 @@ def train(work: Work, client: int, program: Program | None = None, data: ClientD
         if work.probe is not None and not work.measures_together:
             (measured,) = measured_by(work, [client], program)
     elif work.probe is not None:
-        batches = work.data.sensitivity_batches(client, work.probe.batch_size or work.client.batch_size)
-        measured = measure(work.probe, work.task, work.model, batches)
+        batches = work.data.sensitivity_batches([client], work.probe.batch_size or work.client.batch_size)
+        measured = measure(work.probe, work.task, work.model, map(work.data.dataset.inputs, next(batches)))
     finished, loss, optimizer_state = descend(work, client, "batches", program=program, data=data)
     kept = finished.kept | {OPTIMIZER + name: tree for name, tree in optimizer_state.items()}
     kept = {name: dict(tree) for name, tree in kept.items()}  # as others know it, not packed
@@ -65,14 +65,16 @@ def measured_by(work: Work, clients: Sequence[int], program: Program) -> Iterato
     a batch see each other (batch norm by the batch's own statistics), one of another width goes uncompiled."""
     assert work.probe is not None
     model, mixes = program.start(work).fixed.model, work.probe.mixes and work.task.mixes
-    for batches in work.data.stored_sensitivity_batches(clients, program.probe_size):
+    for batches in work.data.sensitivity_batches(clients, program.probe_size):
+        count = 0
         found: Tree = {}  # zeros, which the program makes itself
         for x in batches:
             width = len(x) if mixes else next(w for w in program.probe_widths if w >= len(x))
             filled = torch.cat([x, x[:1].expand(width - len(x), *x.shape[1:])]) if width > len(x) else x
             found = program.measured(found, model, {"batches": [(filled,)], "there": program.there(len(x), width)})
+            count += 1
         found = found or {n: torch.zeros_like(p) for n, p in model.params.items()}
-        yield found if work.probe.end is None else work.probe.end(found, max(len(batches), 1))
+        yield found if work.probe.end is None else work.probe.end(found, max(count, 1))
 
 
 def personal(work: Work, client: int) -> Model:
@@ -109,7 +111,7 @@ def descend(
         no_loss = next(iter(model.params.values())).new_zeros(())
         carry = Carry(model.params, copies, kept or optimizer.init(model.params), no_loss)
     else:
-        carry = program.carry(work, model, kept)
+        carry, fixed = program.carry(work, model, kept), program.fixed(work, rules_part(own))
 
     def present_loss() -> float:
         return work.task.mean_loss(Model(carry.params, carry.buffers), data).item()
@@ -130,7 +132,7 @@ def descend(
     for epochs in rule.plan(context, present_loss):
         if program is not None:
             # All of them first: Python runs faster in one piece than between steps that take its place in the cache.
-            carry = program(carry, program.fixed(work, own), list(moments(epochs, program)))
+            carry = program(carry, fixed, list(moments(epochs, program)))
             continue
         for stored in batches(epochs):
             buffers = carry.buffers if key is None else {**carry.buffers, KEY: key + steps}
@@ -144,6 +146,11 @@ def descend(
 def optimizer_part(own: State) -> State:
     """The optimizer's part of what a client kept."""
     return {name.removeprefix(OPTIMIZER): tree for name, tree in own.items() if name.startswith(OPTIMIZER)}
+
+
+def rules_part(own: State) -> State:
+    """The rest: the client rule's."""
+    return {name: tree for name, tree in own.items() if not name.startswith(OPTIMIZER)}
 
 
 def dropout_key(work: Work, clients: list[int]) -> Tensor:

@@ -81,7 +81,7 @@ has, `there`, which of its rows are samples, and `key` of the step's dropout."""
 
 
 class Compiled:
-    """A pure function of trees of tensors, compiled for every form and size of them that comes."""
+    """A pure function of trees of tensors, compiled for every form, size and kind of number that comes."""
 
     def __init__(self, function: Callable[..., Any], forms: Decompositions | None = None) -> None:
         """`forms`: which operations have a form of their own here."""
@@ -92,7 +92,7 @@ class Compiled:
         """`names` are what may differ although all sizes are the same."""
         forms: list[Form] = []
         flat = leaves(trees, forms)
-        kind = (*names, *forms, *[(t.shape, t.stride()) for t in flat])
+        kind = (*names, *forms, *[(t.dtype, t.shape, t.stride()) for t in flat])
         if kind not in self._made:
             self._made[kind] = self._make(trees, flat)
         program, form = self._made[kind]
@@ -323,7 +323,7 @@ class Program:
     def laid_out(self, tree: Tree) -> Tree:
         """A model, or another of its form, as the program wants it: that of a single client is packed, and so are few
         tensors where it has many."""
-        return packed(tree) if self._packs else tree
+        return packed(tree, self.task.layers.filters) if self._packs else tree
 
     def all_laid_out(self, state: State) -> State:
         return {name: self.laid_out(tree) for name, tree in state.items()}
@@ -334,7 +334,8 @@ class Program:
             params, buffers = self.laid_out(work.model.params), self.laid_out(work.model.buffers)
             state, some = self.all_laid_out(self.optimizer.init(work.model.params)), self._some
             server = params if work.server.params is work.model.params else self.laid_out(work.server.params)
-            fixed = Fixed({}, Model(params, buffers), work.shared, some.new_tensor(work.lr))
+            shared = self.all_laid_out(work.shared)
+            fixed = Fixed({}, Model(params, buffers), shared, some.new_tensor(work.lr))
             start = Start(Carry(params, buffers, state, some.new_zeros(())), fixed, server)
             self._start = work, start
         return self._start[1]
@@ -348,7 +349,7 @@ class Program:
         return Carry(self.laid_out(model.params), self.laid_out(model.buffers), self.all_laid_out(state), start.loss)
 
     def fixed(self, work: Work, own: State) -> Fixed:
-        return replace(self.start(work).fixed, own=own)
+        return replace(self.start(work).fixed, own=self.all_laid_out(own))
 
 
 def same_round(one: Work, other: Work) -> bool:

@@ -212,6 +212,7 @@ def play(exp: Experiment, state: RunState) -> tuple[RunState, Row, LayerRows]:
 def begin(exp: Experiment, state: RunState) -> Played:
     """One round: sample, train, aggregate, step, measure."""
     started = time.perf_counter()
+    state = replace(state, model=exp.server.laid_out(state.model))  # as after any other round
     turn = exp.participation(exp.seed, state.round, exp.steps, state.clock)
     # A round that too few clients answer for the masks to be lifted is void, as one that nobody answers.
     clients = turn.clients if len(turn.clients) >= exp.privacy.least(len(turn.sampled)) else []

@@ -2,7 +2,7 @@
 them remember. Where the clients are one compiled program this is one too: it is a model's worth of small operations,
 each of which would be a call (or, on a GPU, a kernel) of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,12 @@ class Server:
         after, (aggregator, server, rule), (delta, buffers), numbers = found
         return Learned(Model(*after), aggregator, server, rule, delta, buffers, Said(numbers, *self._names))
 
+    def laid_out(self, model: Model) -> Model:
+        """As the clients' program wants it."""
+        if not self._pack:
+            return model
+        return Model(packed(model.params, self._layers.filters), packed(model.buffers))
+
     def _on_trees(self, model: Any, memories: Any, given: Any) -> Any:
         before, (aggregator, server, rule) = Model(*model), memories
         after = self._learned(before, aggregator, server, rule, self._cohort.make(before, rule, given))
@@ -97,18 +103,17 @@ class Server:
         )
 
     def _learned(self, model: Model, aggregator: State, server: State, rule: State, cohort: Cohort) -> Learned:
-        laid_out: Callable[[Tree], Tree] = packed if self._pack else lambda tree: tree
-        before, direction = laid_out(model.params), self._aggregator.direction(cohort, aggregator)
+        before, direction = model.params, self._aggregator.direction(cohort, aggregator)
         origin = direction.origin or before
         if direction.origin is not None:  # the model may have grown: what is remembered of it grows too
             server = growth.overlaid(server, self._optimizer.init(origin))
             rule = growth.overlaid(rule, self._client.init(origin))
             cohort = replace(cohort, sent=cohort.sent and growth.padded(cohort.sent, origin))
         params, server = self._optimizer.step(origin, direction.tree, server, self._optimizer.lr)
-        params = laid_out(params)
-        moved = self._layers.norms(way(before, params))
+        after = self.laid_out(Model(params, direction.buffers or cohort.buffers))
+        moved = self._layers.norms(way(before, after.params))
         return Learned(
-            Model(params, laid_out(direction.buffers or cohort.buffers)),
+            after,
             direction.state,
             server,
             self._client.merge(rule, cohort, self._num_clients),

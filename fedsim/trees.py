@@ -1,7 +1,7 @@
 """Nested dicts, tuples and lists of tensors. torch's own pytree asks at every node what kinds there are; ours are few,
 and small models go through here many times in a millisecond."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -18,7 +18,7 @@ class Lot:
     piece: int
     count: int
     shape: tuple[int, ...]
-    """As it lies: a filter's channels come last, if `last`."""
+    """As it lies: channels come last, if `last`."""
     last: bool
 
 
@@ -28,6 +28,13 @@ class Form:
     def __init__(self, lots: tuple[Lot, ...]) -> None:
         self.lots = lots
         self.counts = [[lot.count for lot in lots if lot.piece == piece] for piece in sorted({x.piece for x in lots})]
+        self._on: dict[torch.device, Tensor] = {}
+
+    def counts_on(self, device: torch.device) -> Tensor:
+        """Of the first piece."""
+        if device not in self._on:
+            self._on[device] = torch.tensor(self.counts[0], device=device)
+        return self._on[device]
 
     def __reduce__(self) -> Any:
         return the_form, (self.lots,)
@@ -48,12 +55,13 @@ class Packed(Mapping[str, Tensor]):
     pieces: list[Tensor]
 
     @staticmethod
-    def of(tree: Mapping[str, Tensor]) -> "Packed":
+    def of(tree: Mapping[str, Tensor], filters: Container[str] = ()) -> "Packed":
+        """`filters`: names of convolutions' weights."""
         pieces: dict[torch.dtype, list[Tensor]] = {t.dtype: [] for t in tree.values()}
         number = {kind: number for number, kind in enumerate(pieces)}
         lots = []
         for name, t in tree.items():
-            last, kind = t.ndim == 4, t.dtype
+            last, kind = t.ndim == 4 and name in filters, t.dtype
             lying = t.permute(0, 2, 3, 1) if last else t
             lots.append(Lot(name, number[kind], t.numel(), tuple(lying.shape), last))
             pieces[kind].append(lying.reshape(-1))
@@ -88,12 +96,12 @@ def spread(values: Sequence[Tensor], like: Mapping[str, Tensor]) -> Mapping[str,
     """A number for each layer, to be combined with all of the layer's."""
     if not isinstance(like, Packed) or len(like.pieces) > 1:
         return dict(zip(like, values, strict=True))
-    numbers, counts = torch.stack(list(values)), torch.tensor(like.form.counts[0], device=values[0].device)
+    numbers, counts = torch.stack(list(values)), like.form.counts_on(values[0].device)
     return Packed(like.form, [torch.repeat_interleave(numbers, counts, output_size=len(like.pieces[0]))])
 
 
-def packed(tree: Mapping[str, Tensor]) -> Packed:
-    return tree if isinstance(tree, Packed) else Packed.of(tree)
+def packed(tree: Mapping[str, Tensor], filters: Container[str] = ()) -> Packed:
+    return tree if isinstance(tree, Packed) else Packed.of(tree, filters)
 
 
 def packed_alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

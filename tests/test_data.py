@@ -1,11 +1,13 @@
 """Batches, standardisation and augmentation."""
 
 import numpy as np
+import pytest
 import torch
 from conftest import experiment, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedsim import data as data_module
 from fedsim.data import PADDING, _draw_crops, crop_and_flip, standardization
 from fedsim.rng import generator, sample, seed_torch
 
@@ -40,10 +42,16 @@ def test_the_whole_client_is_one_batch_where_no_size_is_given() -> None:
     assert [len(y) for _, y in data.client(1, 0, None).batches(1)] == [len(data.split.training(1))]
 
 
-def test_sensitivity_batches_are_b_k_in_its_own_order() -> None:
+def test_sensitivity_batches_are_b_k_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
     data = small("partition.sensitivity_fraction=0.3").data
     held = data.split.sensitivity(0)
-    assert torch.equal(torch.cat(list(data.sensitivity_batches(0, 5))), data.dataset.train_x[held])
+    for at_once in (data_module.GATHERED, 0):  # together, or batch by batch
+        monkeypatch.setattr(data_module, "GATHERED", at_once)
+        first, second, third = (list(batches) for batches in data.sensitivity_batches([0, 1, 0], 5))
+        assert [len(x) for x in first[:-1]] == [5] * (len(first) - 1)
+        assert torch.equal(torch.cat(first), data.dataset.train_x[held])
+        assert torch.equal(torch.cat(second), data.dataset.train_x[data.split.sensitivity(1)])
+        assert torch.equal(torch.cat(third), torch.cat(first))
     assert set(held) & set(data.split.training(0)) == set()
 
 

@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map, tree_map_only
 
 from fedsim.kernels import CHANNELS_LAST, STACKED
 from fedsim.native import X86
@@ -85,6 +88,36 @@ def test_many_rows_with_few_outputs(scales: dict[str, float]) -> None:
         return torch.addmm(bias, x, w, **scales)
 
     assert_close(Compiled(layer, CHANNELS_LAST)(bias, x, w), layer(bias, x, w), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_results_lie_as_the_compiler_is_told(channels_last: bool) -> None:
+    """It no longer looks: a program reads them by the strides of the operation's form."""
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    x, w = (torch.rand(shape).contiguous(memory_format=form) for shape in ((4, 8, 12, 11), (16, 8, 3, 3)))
+    own, window = torch.ops.fedsim, ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    y = torch.rand(4, 16, 12, 11).contiguous(memory_format=form)
+    pooled, places = own.max_pool(x, *window)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [(own.max_pool, (x, *window))]
+    calls += [(own.max_pool_backward, (torch.ones_like(pooled), x, *window, places))]
+    if X86:
+        last = [t.contiguous(memory_format=torch.channels_last) for t in (x, w, y)]
+        calls += [(own.winograd, (*last[:2], [1, 1])), (own.winograd_backward, (last[2], *last[:2], [1, 1]))]
+        sequence, weight, recurrent, bias = (torch.rand(s) for s in ((3, 5, 8), (64, 8), (64, 16), (64,)))
+        h, c, gates = own.lstm(sequence, weight, recurrent, bias)
+        calls += [(own.lstm, (sequence, weight, recurrent, bias))]
+        calls += [(own.lstm_backward, (torch.ones_like(h), sequence, h, c, gates, weight, recurrent))]
+    with FakeTensorMode() as fake:
+        told = [
+            tree_map(lambda t: (t.shape, t.stride()), f(*tree_map_only(Tensor, fake.from_tensor, a))) for f, a in calls
+        ]
+    assert [tree_map(lambda t: (t.shape, t.stride()), f(*a)) for f, a in calls] == told
+
+
+def test_a_program_serves_one_kind_of_number() -> None:
+    double = Compiled(lambda a: a * 2)
+    for kind in (torch.float32, torch.float64, torch.int32):
+        assert_close(double(torch.ones(4, dtype=kind)), torch.full((4,), 2, dtype=kind))
 
 
 FORKED = """

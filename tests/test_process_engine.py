@@ -20,6 +20,7 @@ from test_contract import CLIENTS, NEEDS, tensors
 from fedsim import checkpoint
 from fedsim.engine.parcel import Inbox, Outbox
 from fedsim.engine.pool import Job, Pool
+from fedsim.native import party
 from fedsim.runner import first_work
 from fedsim.types import Model, Work
 
@@ -69,6 +70,8 @@ def test_the_sequential_engines_bits(methods: tuple[str, ...]) -> None:
         ("aggregator=pfnm", "aggregator.tau=0.5", "model=mlp", "model.hidden=[8]"),
         ("participation=async", "aggregator=fedasync", "server_optimizer=fedavgm"),
         ("privacy=masked",),
+        # judges a difference of two models: one of them is another's, packed or not
+        ("dataset=mnist5k", "model=cnn_pfl", "partition.num_clients=200", "aggregator=fednnnn", "client.batch_size=8"),
     ],
     ids=" ".join,
 )
@@ -76,11 +79,12 @@ def test_compiled_clients_have_the_same_bits_in_any_process_and_after_a_stop(
     methods: tuple[str, ...], tmp_path: Path
 ) -> None:
     keys = [*(o for m in methods for o in (m, *NEEDS.get(m, ()))), "rounds=4", "engine.compile=true"]
-    one, rows = play(small(*keys, "engine=sequential"))
-    begun, first = play(small(*keys, "engine=process", "rounds=2", "schedule=constant"))
+    make = experiment if "dataset=mnist5k" in keys else small
+    one, rows = play(make(*keys, "engine=sequential"))
+    begun, first = play(make(*keys, "engine=process", "rounds=2", "schedule=constant"))
     checkpoint.save(tmp_path / "checkpoint.pt", begun, 0.0)
     state, _ = checkpoint.load(tmp_path / "checkpoint.pt", torch.device("cpu"))
-    other, rest = play(small(*keys, "engine=process"), state)
+    other, rest = play(make(*keys, "engine=process"), state)
     for row, same in zip(rows, [*first, *rest], strict=True):
         for name in row.keys() & same.keys() - {"time/round_s"}:  # the second's last round is evaluated, too
             assert row[name] == same[name] or row[name] != row[name], name
@@ -144,6 +148,21 @@ def test_nobody_waits_behind_a_long_client() -> None:
         jobs = [Job([0] * (40 if number == long else 5)) for number in range(9)]
         who = list(pool.run(work, jobs))
         assert [number for number in range(9) if who[number] == who[long]] == [long]
+
+
+def test_processors_of_those_who_have_no_job_are_lent() -> None:
+    def lent(work: Work, job: Job) -> list[int]:
+        found = []
+        for _ in job.clients:
+            time.sleep(0.01)
+            found.append(party.processors())
+        return found
+
+    pool = Pool(3, 1, first_work(small()), lent)
+    longest, *others = pool.run(first_work(small()), [Job([0] * 60), Job([0] * 2), Job([0] * 2)])
+    assert longest[-1] == 3
+    assert max(map(max, others)) < 3
+    assert party.processors() == 1
 
 
 def test_workers_end_with_the_experiment() -> None:
@@ -230,3 +249,56 @@ def test_nobody_is_left_behind_and_the_run_goes_on(tmp_path: Path, number: signa
     assert result.returncode == 0, result.stderr
     assert fedsim("dataset=synthetic", "engine=sequential", f"rounds={rounds + 2}").returncode == 0
     assert metrics(folder).equals(metrics(tmp_path / "outputs" / "dataset=synthetic,engine=sequential"))
+
+
+def test_rounds_before_a_worker_died_are_kept(tmp_path: Path, fedsim: Command) -> None:
+    keys = ["dataset=synthetic", "engine.compile=false", "checkpoint.every=1000"]
+    command = [sys.executable, "-m", "fedsim", *keys, "engine=process", "engine.workers=2", "rounds=100000"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    folder = tmp_path / "outputs" / "dataset=synthetic,engine.compile=false,engine=process"
+    until = time.time() + 100
+    while not (folder / "metrics.csv").exists() or len(metrics(folder)) < 3:
+        assert time.time() < until
+        time.sleep(0.1)
+    psutil.Process(process.pid).children()[1].kill()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, b"engine: a worker process ended with -9" in said) == (2, True)
+    rounds = int(metrics(folder)["round"].iloc[-1])
+    assert checkpoint.load(folder / "checkpoint.pt", torch.device("cpu"))[0].round == rounds
+    for engine in ("process", "sequential"):
+        assert fedsim(*keys, f"engine={engine}", f"rounds={rounds + 2}").returncode == 0
+    other = folder.with_name(folder.name.replace("process", "sequential"))
+    assert metrics(folder).equals(metrics(other))
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def __init__(self, input_shape, num_classes):
+        super().__init__(input_shape[0], num_classes)
+        self.register_buffer("fixed", torch.ones(1, 2, 4, 4))
+        self.free = nn.Parameter(torch.ones(1, 2, 4, 4))
+    def forward(self, x):
+        return super().forward(x) + (self.fixed.view(8, 4) * self.free.view(8, 4)).mean()
+"""
+
+
+def test_only_filters_are_laid_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else has four dimensions is seen by its module as it was made."""
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = ["model=custom", "model.load=odd.Net", "rounds=2", "engine=sequential"]
+    (_, rows), (_, same) = (play(small(*keys, f"engine.compile={yes}")) for yes in ("true", "false"))
+    assert rows[-1]["test/loss"] == pytest.approx(same[-1]["test/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "process"])
+def test_a_checkpoint_has_no_more_numbers_than_the_state(engine: str, tmp_path: Path) -> None:
+    """Whatever memory its tensors share with others."""
+    methods = ("client=scaffold", "server_optimizer=fedadam", f"engine={engine}", "engine.compile=true", "rounds=2")
+    state, _ = play(experiment("dataset=mnist5k", "model=cnn_mnist", "partition.num_clients=200", *methods))
+    checkpoint.save(tmp_path / "checkpoint.pt", state, 0.0)
+    numbers = sum(t.nbytes for t in tensors(state).values())
+    assert numbers <= (tmp_path / "checkpoint.pt").stat().st_size < 1.1 * numbers

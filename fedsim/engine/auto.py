@@ -9,8 +9,9 @@ keeps it.
                                                    else process where a round is long, else sequential
 
     a round is long                                parameters x samples of a round >= LONG_ROUND
-    workers                                        one for each core for process, and for vmap on a CPU where a round is
-                                                   long and has more than one stack; else this one trains alone
+    workers                                        one for each core for process (at most SHARE_A_GPU on a GPU), and for
+                                                   vmap on a CPU where a round is long and has more than one stack; else
+                                                   this one trains alone
     a step is compiled (compile=auto)              where the run has at least CALLS of them in every process (with
                                                    convolutions or recurrent layers FEWER_CALLS, as each of them gains
                                                    more), a compiler is there, batches have a size, and the model has
@@ -50,6 +51,7 @@ LONG_ROUND = 10**8
 CALLS, FEWER_CALLS = 4_000, 1_500
 EVALUATED = 100_000
 BESIDE = 10**10
+SHARE_A_GPU = 4  # each has some hundred MB of a context there
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def settle(engine: Engine, work: Work, extent: Extent, before: Mapping[str, Any]
     assert isinstance(engine, Sequential | Process)
     workers = 1
     if isinstance(engine, Process):
-        workers = engine.workers or os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+        workers = engine.workers or (cores if on_cpu(work) else min(cores, SHARE_A_GPU))
         engine = replace(engine, workers=workers)
     else:
         engine = replace(engine, beside=evaluates_beside(work, extent, engine.threads))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
+ALIGNMENT = 64
+"""As torch's own memory has it: kernels may go another way where it is less."""
 Shapes = list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
 """And strides."""
 
