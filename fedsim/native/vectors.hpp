@@ -22,21 +22,28 @@ template <class T, int R, int VECTORS, bool ACROSS>
 void block(const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, int64_t depth, bool add) {
     typedef typename Vector<T>::type V;
     constexpr int64_t size = Vector<T>::size;
-    V sum[R][VECTORS];
+    V sum[R][VECTORS];  // in registers, from the beginning to the end, as long as no loop over it is left
+#pragma GCC unroll 16
     for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) sum[i][v] = V{};
     for (int64_t k = 0; k < depth; k++) {
         V row[VECTORS];
         for (int v = 0; v < VECTORS; v++) row[v] = *(const V*)(b + k * ldb + v * size);
 #pragma GCC unroll 16
         for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) sum[i][v] += row[v] * (ACROSS ? a[k * lda + i] : a[i * lda + k]);
     }
+    if (add)
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sum[i][v] += *(const V*)(c + i * ldc + v * size);
+#pragma GCC unroll 16
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < VECTORS; v++) {
-            V* at = (V*)(c + i * ldc + v * size);
-            *at = add ? *at + sum[i][v] : sum[i][v];
-        }
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) *(V*)(c + i * ldc + v * size) = sum[i][v];
 }
 
 template <class T, int VECTORS, bool ACROSS, int R = ROWS>
