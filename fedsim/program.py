@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedsim import kernels
+from fedsim import kernels, native
 from fedsim.data import ClientData
 from fedsim.kernels import Decompositions
 from fedsim.model.dropout import KEY
@@ -128,7 +128,8 @@ class Compiled:
         standing = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         examples: list[Any] = [standing.from_tensor(t, static_shapes=True) for t in apart]
         # Nobody has to look at every tensor's size in every call, for 3 % of a small batch's step: they are `kind`.
-        return _inductor.compile(graph, examples, options={"size_asserts": False}), form[0]
+        options = {"size_asserts": False}
+        return native.whole(lambda: _inductor.compile(graph, examples, options=options)), form[0]
 
 
 @cache

@@ -1,7 +1,9 @@
 """A compiled step's own forms of pooling and convolution, against torch's."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +143,33 @@ def test_a_process_forked_after_compiling_takes_gradients_and_compiles() -> None
     """As a sweep does that goes from an engine which compiles in its own process to one with workers."""
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+KEPT = """
+import torch
+from fedsim.kernels import CHANNELS_LAST
+from fedsim.program import Compiled
+
+convolve = Compiled(lambda x, w: torch.nn.functional.conv2d(x, w, padding=1).relu(), CHANNELS_LAST)
+torch.set_num_threads(1)
+with torch.no_grad():
+    print(convolve(torch.ones(4, 8, 12, 12), torch.ones(16, 8, 3, 3)).sum().item())
+"""
+
+
+def test_what_was_half_written_is_made_anew(tmp_path: Path) -> None:
+    """A compiler that is killed leaves the beginning of a file where torch looks for the whole."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def said() -> float:
+        command = [sys.executable, "-c", KEPT]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout)
+
+    whole = said()
+    programs = list(tmp_path.rglob("*.so"))
+    for number, program in enumerate(programs):
+        program.write_bytes(program.read_bytes()[: 100 * (number % 2)])
+    assert len(programs) >= (2 if X86 else 1)
+    assert said() == whole

@@ -3,9 +3,12 @@ where it keeps them, the first time they are asked for."""
 
 import ctypes
 import platform
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +41,24 @@ party = Party()
 """This process's; alone, unless it is told."""
 
 
+def whole(make: Callable[[], Any]) -> Any:
+    """What torch compiles and keeps. Of a process that was killed meanwhile there may be half a file, which torch would
+    find and fail to load in every later run."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    removed: set[Path] = set()
+    while True:
+        try:
+            return make()
+        except Exception as error:
+            unread = re.search(r"(?:^|: )(/[^\n]*\.so): ", str(error))
+            file = Path(unread[1]) if unread else Path()
+            if file in removed or not file.is_relative_to(cache_dir()) or not file.exists():
+                raise
+            file.unlink()
+            removed.add(file)
+
+
 @cache
 def library(name: str, *parameters: str) -> ctypes.CDLL:
     """What `name`.cpp exports for these parameters."""
@@ -45,8 +66,6 @@ def library(name: str, *parameters: str) -> ctypes.CDLL:
 
     folder = Path(__file__).parent
     source = "\n".join((folder / file).read_text() for file in ("vectors.hpp", f"{name}.cpp"))
-    found: ctypes.CDLL = CppCodeCache.load(
-        f"{source}\nEXPORT({', '.join(parameters)})\n",
-        extra_flags=("-march=native", "-ffp-contract=fast", "-ftree-loop-vectorize"),
-    )
+    code, flags = f"{source}\nEXPORT({', '.join(parameters)})\n", ("-march=native", "-ffp-contract=fast")
+    found: ctypes.CDLL = whole(lambda: CppCodeCache.load(code, extra_flags=(*flags, "-ftree-loop-vectorize")))
     return found
