@@ -44,7 +44,9 @@ def table_name(typed: Iterable[str]) -> str:
 
 def cell_name(job: Iterable[str], typed: Sequence[str]) -> str:
     """The folder of one job within its sweep's: what the sweep chose, not what was typed with a single value."""
-    fixed = {o.key_or_group for o in OverridesParser.create().parse_overrides(list(typed)) if not o.is_sweep_override()}
+    parsed = OverridesParser.create().parse_overrides(list(typed))
+    swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
+    fixed = {o.key_or_group for o in parsed} - swept  # a key may be typed twice
     return folder_name(o for o in job if o.lstrip("+~").partition("=")[0] not in fixed)
 
 

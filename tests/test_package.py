@@ -171,6 +171,7 @@ def test_run_names() -> None:
     assert len(set(long)) == 2
     assert all(len(name) <= LONGEST_NAME for name in long)
     assert cell_name(["a=True", "rounds=5", "b=2"], typed=["a=true", "b=2,3"]) == "b=2,rounds=5"
+    assert cell_name(["b=1", "b=2"], typed=["b=1", "b=2,3"]) != cell_name(["b=1", "b=3"], typed=["b=1", "b=2,3"])
 
 
 def test_the_readme_lists_every_group_choice_and_metric() -> None:
