@@ -271,7 +271,7 @@ if ON_CPU:  # a GPU's context survives no fork
     PLAIN[f"plain, {CORES} processes"] = PlainProcesses, CORES
 ENGINES = ("auto", "sequential", "vmap", "process")
 PEERS = ("pfl", "flower", "fluke")
-PEER_ROUNDS = {"W1": 40, "W2": 1, "W3": 1, "W4": 1, "W5": 1, "W6": CYCLE}
+PEER_ROUNDS = {"W1": 40, "W2": 1, "W3": 1, "W4": CYCLE, "W5": 1, "W6": CYCLE}
 """In a repeat."""
 
 
