@@ -44,7 +44,7 @@ party = Party()
 def whole(make: Callable[[], Any]) -> Any:
     """What torch compiles and keeps. Of a process that was killed meanwhile there may be half a file, which torch would
     find and fail to load in every later run."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.runtime.runtime_utils import cache_dir  # type: ignore[attr-defined]
 
     removed: set[Path] = set()
     while True:
